@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test lint bench clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python tools/demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
+
+bench: setup
+	$(BIN)/python benchmarks/text_path.py --json
+	$(BIN)/python benchmarks/predict.py --json
+
+clean:
+	rm -rf .venv .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

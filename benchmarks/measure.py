@@ -1,0 +1,48 @@
+"""What the benchmarks share: interleaved timing, and the memory of one job in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def interleaved(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each job, the best of some rounds in which all take turns; the first round is not counted."""
+    best = dict.fromkeys(jobs, float("inf"))
+    for turn in range(rounds + 1):
+        for name, job in jobs.items():
+            gc.collect()
+            begin = time.perf_counter()
+            job()
+            if turn:
+                best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def extra_memory(job: Callable[[], object]) -> float:
+    """Megabytes (10^6) that a job needs at its peak above what is held before it. Linux only."""
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = status("VmRSS")
+    job()
+    return (status("VmHWM") - before) / 1e6
+
+
+def in_own_process(script: str, *arguments: str) -> dict[str, Any]:
+    """Run a script again with other arguments; the JSON object on its last line."""
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(arguments)} failed: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer

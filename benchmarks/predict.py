@@ -1,0 +1,100 @@
+"""Stage 3 against the bare image tower, and against open_clip's usual loop: pictures a second, as ratios in one run.
+
+ViT-B/32 with random weights on JPEG files of about 500 x 375, batches of 32. The bare tower is open_clip's own, on
+tensors that are ready; the usual loop opens, transforms and encodes one picture after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from measure import interleaved
+from PIL import Image
+
+from selftpt.classifier import Classifier
+from selftpt.models import load_model
+from selftpt.settings import PredictConfig
+
+
+def make_pictures(folder: Path, count: int) -> list[Path]:
+    """JPEG files with the detail of a photograph: noise at several scales, about 60 kB each."""
+    rng, paths = random.Random(0), []
+    for i in range(count):
+        width, height = rng.randrange(480, 521), rng.randrange(355, 396)
+        picture = Image.new("RGB", (width, height))
+        for scale in (4, 16, 64):
+            small = (max(2, width // scale), max(2, height // scale))
+            noise = Image.frombytes("RGB", small, rng.randbytes(3 * small[0] * small[1]))
+            picture = Image.blend(picture, noise.resize((width, height), Image.Resampling.BICUBIC), 0.6)
+        paths.append(folder / f"{i}.jpg")
+        picture.save(paths[-1], quality=92)
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pictures", type=int, default=192)
+    parser.add_argument("--batch", type=int, default=32)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = load_model("ViT-B-32", "random", device="cpu")
+    weights = F.normalize(torch.randn(100, model.dimension), dim=-1)
+    classifier = Classifier(tuple(f"class {i}" for i in range(100)), weights, 100.0, model.id, model=model)
+    clip, config = model.image.clip, PredictConfig(batch=options.batch)
+    transform = open_clip.image_transform_v2(open_clip.PreprocessCfg(**clip.visual.preprocess_cfg), is_train=False)
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = make_pictures(Path(folder), options.pictures)
+        kilobytes = sum(path.stat().st_size for path in paths) / len(paths) / 1e3
+        ready = torch.stack([transform(Image.open(path)) for path in paths[: options.batch]])
+
+        def bare() -> None:
+            with torch.inference_mode():
+                for _ in range(options.pictures // options.batch):
+                    clip.encode_image(ready, normalize=True)
+
+        def ours_bare() -> None:
+            for _ in range(options.pictures // options.batch):
+                model.encode_images(ready)
+
+        def predict() -> None:
+            assert sum(1 for _ in classifier.predict(paths, config=config)) == options.pictures
+
+        def usual() -> None:
+            with torch.inference_mode():
+                for path in paths:
+                    picture = transform(Image.open(io.BytesIO(path.read_bytes())))[None]
+                    (100 * clip.encode_image(picture, normalize=True) @ weights.t()).softmax(-1).topk(5)
+
+        jobs = {"bare": bare, "ours_bare": ours_bare, "predict": predict, "usual": usual}
+        rates = {name: options.pictures / seconds for name, seconds in interleaved(jobs, rounds=4).items()}
+
+    result = {
+        "threads": options.threads,
+        "batch": options.batch,
+        "kilobytes_a_picture": kilobytes,
+        "pictures_a_second": rates,
+        "of_bare_tower": rates["predict"] / rates["bare"],
+        "of_our_bare_tower": rates["predict"] / rates["ours_bare"],
+        "over_open_clip_loop": rates["predict"] / rates["usual"],
+    }
+    print(
+        f"predict: {result['of_bare_tower']:.2f} of open_clip's bare tower, {result['of_our_bare_tower']:.2f} of ours"
+    )
+    print(f"predict: {result['over_open_clip_loop']:.2f} times open_clip's usual loop")
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

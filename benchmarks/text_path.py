@@ -1,0 +1,187 @@
+"""The text path against the plain walk: one step of stage 1 and of stage 2, time and memory, as ratios in one run.
+
+ViT-B/16's text tower with random weights, fp32. The plain walk is how prompt learners usually do it: every view of
+every class over all 77 positions, the hand-written one again at every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+
+import torch
+import torch.nn.functional as F
+from measure import extra_memory, in_own_process, interleaved
+from open_clip import IMAGENET_CLASSNAMES
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from selftpt.losses import Head
+from selftpt.models import Model, load_model
+from selftpt.objective import Batch, Task, contrast_step, joint_step
+from selftpt.prompt import initial_context, initial_head
+from selftpt.settings import VIEWS, ContrastConfig, LearnConfig, View
+from selftpt.text import TextEncoder, before_name, encode_template
+from selftpt.tokens import ClassTokens, tokenize
+
+
+def class_names(count: int) -> list[str]:
+    """ImageNet's names in a random order, and for more of them adjectives before the short ones."""
+    names = list(dict.fromkeys(IMAGENET_CLASSNAMES))
+    adjectives = "red black white small giant wild old wooden golden spotted".split()
+    more = [f"{adjective} {name}" for name in names if len(name.split()) < 3 for adjective in adjectives]
+    rng = random.Random(0)
+    rng.shuffle(names)
+    rng.shuffle(more)
+    return (names + more)[:count]
+
+
+class PlainEncoder:
+    """The plain walk: embeddings of all positions are put together and go through open_clip's own modules."""
+
+    whole = True
+    views: tuple[View, ...] = VIEWS
+
+    def __init__(self, model: Model, tokens: ClassTokens, length: int) -> None:
+        self.clip, self.shape = model.text.clip, (len(VIEWS), len(tokens))
+        tokenizer = model.text.tokenizer
+        dot, rows, index, sentences = tokenizer.encode("."), [], [], []
+        for view in VIEWS:
+            before = before_name(view, length)
+            for name in tokens.ids:
+                at = len(sentences) * tokenizer.context + 1
+                rows += [at + k + (len(name) if k >= before else 0) for k in range(length)]
+                index += range(length)
+                sentence = [0] * before + list(name) + [0] * (length - before) + dot
+                sentences.append(tokenizer.sentence(sentence))
+        self.rows, self.index, self.ids = torch.tensor(rows), torch.tensor(index), torch.tensor(sentences)
+        words = tokenizer.encode("a photo of a")
+        self.hand_ids = torch.tensor([tokenizer.sentence([*words, *name, *dot]) for name in tokens.ids])
+
+    def _walk(self, x: Tensor, ids: Tensor) -> Tensor:
+        x = self.clip.transformer(x + self.clip.positional_embedding, attn_mask=self.clip.attn_mask)
+        x = self.clip.ln_final(x)[torch.arange(len(x)), ids.argmax(-1)]
+        return x @ self.clip.text_projection
+
+    def __call__(self, prompt: Tensor) -> Tensor:
+        x = self.clip.token_embedding(self.ids)
+        x = x.flatten(0, 1).index_copy(0, self.rows, prompt[self.index]).view_as(x)
+        return self._walk(x, self.ids).view(*self.shape, -1)
+
+    @torch.no_grad()
+    def hand(self) -> Tensor:
+        return self._walk(self.clip.token_embedding(self.hand_ids), self.hand_ids)
+
+
+class Bench:
+    """One class list under the same prompt and head, the plain way and ours."""
+
+    def __init__(self, model: Model, classes: int, ours: bool, chunk: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.model, self.ours, self.chunk = model, ours, chunk
+        self.tokens = tokenize(class_names(classes), model.text.tokenizer, 70)
+        self.context = initial_context(model, 4, "a photo of a", generator)
+        self.head: Head = initial_head(model.dimension, model.dimension, 128, generator)
+        self.average = torch.randn(self.context.shape, generator=generator) * 1e-2
+        images = F.normalize(torch.randn(4, model.dimension, generator=generator), dim=-1)
+        self.batch = Batch(images, torch.arange(4), 100.0)
+
+    def prepare(self) -> None:
+        """What is done once a class list."""
+        hand = None
+        if self.ours:
+            self.encoder = TextEncoder(self.model.text, self.tokens, 4, chunk=self.chunk)
+            hand = encode_template(self.model.text, self.tokens, "a photo of a {}.", self.chunk)
+        else:
+            self.encoder = PlainEncoder(self.model, self.tokens, 4)  # type: ignore[assignment]
+        self.task = Task(self.encoder, hand, self.tokens.same, ContrastConfig())
+
+    def _ready(self) -> Task:
+        return self.task if self.ours else Task(self.encoder, self.encoder.hand(), self.tokens.same, ContrastConfig())  # type: ignore[attr-defined]
+
+    def stage2(self) -> Tensor:
+        return contrast_step(self._ready(), self.context, self.head)[1]
+
+    def stage1(self) -> Tensor:
+        if self.ours:
+            return joint_step(self.task, self.context, self.head, self.batch, self.average, LearnConfig()).prompt
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+            return joint_step(self._ready(), self.context, self.head, self.batch, self.average, LearnConfig()).prompt
+
+
+def memory(stage: int, classes: int, ours: bool, chunk: int | None) -> None:
+    """Print the extra memory of one step, the making of the encoder included."""
+    bench = Bench(load_model("ViT-B-16-quickgelu", "random", device="cpu"), classes, ours, chunk)
+
+    def job() -> None:
+        bench.prepare()
+        bench.stage1() if stage == 1 else bench.stage2()
+
+    print(json.dumps({"mb": extra_memory(job)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--chunk", type=int, default=32, help="classes a chunk, in chunked mode")
+    parser.add_argument("--stage1-classes", type=int, default=40, help="the plain walk needs about 0.3 GB a class")
+    parser.add_argument("--memory", nargs=4, metavar=("STAGE", "CLASSES", "OURS", "CHUNK"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory:
+        stage, classes, ours, chunk = map(int, options.memory)
+        memory(stage, classes, bool(ours), chunk or None)
+        return
+
+    model = load_model("ViT-B-16-quickgelu", "random", device="cpu")
+
+    def make(classes: int, ours: bool = True, chunk: int | None = None) -> Bench:
+        bench = Bench(model, classes, ours, chunk)
+        bench.prepare()
+        return bench
+
+    def mb(stage: int, classes: int, ours: int, chunk: int = 0) -> float:
+        arguments = [str(value) for value in (stage, classes, ours, chunk)]
+        return float(in_own_process(__file__, "--threads", str(options.threads), "--memory", *arguments)["mb"])
+
+    result: dict[str, float] = {"threads": options.threads, "stage1_classes": options.stage1_classes}
+    plain, ours = make(100, ours=False), make(100)
+    difference = (plain.stage2() - ours.stage2()).norm() / plain.stage2().norm()
+    result["stage2_gradient_difference"] = difference.item()
+    seconds = interleaved({"plain": plain.stage2, "ours": ours.stage2}, rounds=2)
+    result["stage2_plain_seconds"], result["stage2_seconds"] = seconds["plain"], seconds["ours"]
+    result["stage2_speedup"] = seconds["plain"] / seconds["ours"]
+    print(f"stage 2, 100 classes: {result['stage2_speedup']:.1f} times faster", flush=True)
+
+    plain, ours_1 = make(options.stage1_classes, ours=False), make(options.stage1_classes)
+    seconds = interleaved({"plain": plain.stage1, "ours": ours_1.stage1}, rounds=2)
+    result["stage1_plain_seconds"], result["stage1_seconds"] = seconds["plain"], seconds["ours"]
+    result["stage1_speedup"] = seconds["plain"] / seconds["ours"]
+    print(f"stage 1, {options.stage1_classes} classes: {result['stage1_speedup']:.1f} times faster", flush=True)
+    del plain, ours_1
+
+    long = make(1000)
+    seconds = interleaved({"100": ours.stage2, "1000": long.stage2}, rounds=2)
+    result["growth_1000_over_100"] = seconds["1000"] / 10 / seconds["100"]
+    print(f"time a class at 1,000 over 100: {result['growth_1000_over_100']:.2f}", flush=True)
+    del long, ours
+
+    whole, chunked = make(2000), make(2000, chunk=options.chunk)
+    seconds = interleaved({"whole": whole.stage2, "chunked": chunked.stage2}, rounds=1)
+    result["chunk"] = options.chunk
+    result["chunked_time_ratio"] = seconds["chunked"] / seconds["whole"]
+    print(f"2,000 classes in chunks of {options.chunk}: {result['chunked_time_ratio']:.2f} of the time", flush=True)
+    del whole, chunked
+
+    result["stage2_plain_mb"], result["stage2_mb"] = mb(2, 100, 0), mb(2, 100, 1)
+    result["stage2_memory_ratio"] = result["stage2_plain_mb"] / result["stage2_mb"]
+    result["chunked_extra_mb"] = mb(2, 2000, 1, options.chunk)
+    print(f"extra memory: 1/{result['stage2_memory_ratio']:.1f}; chunked {result['chunked_extra_mb']:.0f} MB")
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Stage 2: given only the class names of a task, the prompt is tuned by CPT alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from selftpt.classifier import Classifier
+from selftpt.errors import SelfTPTError
+from selftpt.learning import class_tokens
+from selftpt.losses import Head
+from selftpt.models import Model
+from selftpt.objective import Task, contrast_step
+from selftpt.progress import Bar
+from selftpt.prompt import Prompt
+from selftpt.settings import VIEWS, AdaptConfig, View
+from selftpt.text import TextEncoder, encode_template
+from selftpt.version import __version__
+
+
+def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
+    """Tune a prompt to the class names of a task and make its classifier (Algorithm 1, stage 2)."""
+    config = config or AdaptConfig()
+    prompt.model.check(model, "the prompt")
+    tokens = class_tokens(model, names, len(prompt.context), prompt.contrast)
+    contrast, length, device = prompt.contrast, len(prompt.context), model.device
+    context = prompt.context.to(device).clone()
+    head = Head(*(t.to(device) for t in prompt.head))
+    if config.steps:
+        hand = None
+        if "hand" in contrast.views:
+            hand = encode_template(model.text, tokens, contrast.template, config.chunk)
+        encoder = TextEncoder(model.text, tokens, length, contrast.learned, chunk=config.chunk)
+        task = Task(encoder, hand, tokens.same.to(device), contrast)
+        optimizer = torch.optim.SGD([context], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+        with Bar("adapting", config.steps) as bar:
+            for _ in range(config.steps):
+                loss, context.grad = contrast_step(task, context, head)
+                if not math.isfinite(loss):
+                    raise SelfTPTError("CPT is no longer a number: lower the learning rate of adapt")
+                optimizer.step()
+                bar.step()
+    views: Sequence[View] = ("end",) if config.vectors == "end" else VIEWS
+    with torch.no_grad():
+        features = TextEncoder(model.text, tokens, length, views, chunk=config.chunk)(context)
+    weights = F.normalize(F.normalize(features, dim=-1).mean(0), dim=-1)
+    origin = {
+        "stage": "adapt",
+        "settings": dataclasses.asdict(config),
+        "prompt": dict(prompt.origin),
+        "selftpt": __version__,
+    }
+    return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)

@@ -1,0 +1,160 @@
+"""Stage 3: every picture is classified directly, at the speed of zero-shot; Self-TPT-v looks at 63 more views."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from selftpt.errors import SelfTPTError
+from selftpt.files import read_tensors, write_tensors
+from selftpt.images import PictureError, in_threads, open_picture, warn_of
+from selftpt.models import Model, ModelId, load_model
+from selftpt.settings import PredictConfig
+
+Picture = str | os.PathLike[str] | Image.Image | Tensor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The best classes of a picture, best first. `path` is None for a picture that came without one."""
+
+    path: str | None
+    names: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """One unit vector a class: all that stage 3 needs, besides the model's image tower.
+
+    names: [C]; weights: [C, D]; scale: 1 / τ of Eq. 1; model_id: whose features they are compared with.
+    """
+
+    names: tuple[str, ...]
+    weights: Tensor
+    scale: float
+    model_id: ModelId
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    model: Model | None = field(default=None, compare=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the classifier to a file; the model itself is not in it."""
+        header = {
+            "model": dataclasses.asdict(self.model_id),
+            "meaningless": self.model_id.meaningless,
+            "names": self.names,
+            "scale": self.scale,
+            "origin": dict(self.origin),
+        }
+        write_tensors(Path(path), "classifier", {"weights": self.weights}, header)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Model | None = None) -> Classifier:
+        """Read a classifier; without a model, the one it names is loaded when it is first needed."""
+        header, tensors = read_tensors(Path(path), "classifier")
+        try:
+            model_id = ModelId(**header["model"])
+            names, scale, weights = tuple(header["names"]), header["scale"], tensors["weights"]
+        except (KeyError, TypeError) as error:
+            raise SelfTPTError(f"{path} is a classifier file with parts missing: {error}") from error
+        if model is not None:
+            model_id.check(model, f"the classifier {path}")
+        return cls(names, weights, scale, model_id, header["origin"], model)
+
+    def probabilities(self, features: Tensor) -> Tensor:
+        """Eq. 1: unit image features [..., D] to probabilities [..., C]."""
+        return (self.scale * features @ self.weights.to(features).t()).softmax(-1)
+
+    def predict(
+        self,
+        pictures: Picture | Iterable[Picture],
+        top: int | None = None,
+        config: PredictConfig | None = None,
+        on_error: Callable[[PictureError], None] = warn_of,
+    ) -> Iterator[Prediction]:
+        """Classify pictures, one after the other, in the order they come.
+
+        pictures: paths, PIL images, uint8 tensors [3, H, W], or float tensors [3, S, S] that are preprocessed already.
+        on_error: is told of every picture that cannot be used, which is then left out.
+        """
+        config = config or PredictConfig()
+        model = self.model or load_model(self.model_id.name, self.model_id.pretrained)
+        self.model_id.check(model, "the classifier")
+        if isinstance(pictures, str | os.PathLike | Image.Image) or (
+            isinstance(pictures, Tensor) and pictures.ndim == 3
+        ):
+            pictures = [pictures]
+
+        def look(picture: Picture) -> tuple[str | None, Tensor | PictureError]:
+            path = os.fspath(picture) if isinstance(picture, str | os.PathLike) else None
+            try:
+                return path, see(model, picture, config)
+            except PictureError as error:
+                return path, error
+
+        waiting: list[tuple[str | None, Tensor]] = []
+        per_batch = max(1, config.batch // config.views)
+        for path, seen in in_threads(look, pictures, ahead=2 * per_batch):
+            if isinstance(seen, PictureError):
+                on_error(seen)
+                continue
+            waiting.append((path, seen))
+            if len(waiting) == per_batch:
+                yield from self._answer(model, waiting, top or config.top, config)
+                waiting = []
+        if waiting:
+            yield from self._answer(model, waiting, top or config.top, config)
+
+    def _answer(
+        self, model: Model, seen: list[tuple[str | None, Tensor]], top: int, config: PredictConfig
+    ) -> Iterator[Prediction]:
+        pixels = torch.cat([views for _, views in seen])
+        features = torch.cat([model.encode_images(some) for some in pixels.split(config.batch)])
+        views = self.probabilities(features).unflatten(0, (len(seen), -1))
+        best = merge_views(views, config.confident).topk(min(top, len(self.names)))
+        rows = zip(best.values.tolist(), best.indices.tolist(), seen, strict=True)
+        for probabilities, labels, (path, _) in rows:
+            yield Prediction(path, tuple(self.names[i] for i in labels), tuple(probabilities), tuple(labels))
+
+
+def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:
+    """What the image tower is shown of a picture: itself, then `views - 1` random crops, [views, 3, S, S].
+
+    The crops depend on the seed and the picture's size alone, so that a picture has one answer in any company.
+    """
+    if isinstance(picture, Tensor):
+        if picture.is_floating_point():
+            if tuple(picture.shape) != (3, *model.preprocess.size) or config.views > 1:
+                raise PictureError(
+                    f"a float tensor must be one preprocessed picture of shape {(3, *model.preprocess.size)} "
+                    f"and has no further views; this one has shape {tuple(picture.shape)}"
+                )
+            return picture[None]
+        if picture.dtype != torch.uint8 or picture.ndim != 3 or picture.shape[0] != 3:
+            raise PictureError(f"a tensor must be uint8 [3, H, W] or float, not {picture.dtype} {tuple(picture.shape)}")
+        picture = Image.fromarray(picture.permute(1, 2, 0).cpu().numpy())
+    whole = open_picture(picture, config.max_megapixels)
+    first = model.preprocess(whole)[None]
+    if config.views == 1:
+        return first
+    return torch.cat([first, model.preprocess.crops(whole, config.views - 1, random.Random(config.seed))])
+
+
+def merge_views(probabilities: Tensor, confident: float) -> Tensor:
+    """The mean over the most confident (least entropy) share of the views: [..., V, C] to [..., C]."""
+    count = max(1, round(confident * probabilities.shape[-2]))
+    if count == probabilities.shape[-2]:
+        return probabilities.mean(-2)
+    entropy = torch.special.entr(probabilities).sum(-1)
+    chosen = entropy.topk(count, largest=False).indices
+    return probabilities.gather(-2, chosen[..., None].expand(*chosen.shape, probabilities.shape[-1])).mean(-2)

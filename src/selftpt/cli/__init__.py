@@ -1,0 +1,70 @@
+"""The command line: one file a command, each thin."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from selftpt.cli import adapt, classify, inspect, learn, models, predict
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.version import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Class names in, a better CLIP classifier out, at the price of zero-shot.",
+    epilog="learn once (pictures with labels), adapt to any list of class names, predict: each has its own --help.",
+)
+for module in (classify, learn, adapt, predict, models, inspect):
+    app.command(module.__name__.rpartition(".")[2])(module.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"selftpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line: one line for what a user can mend, and exit code 2."""
+    warnings.showwarning = _note  # type: ignore[assignment]
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except SelfTPTError as error:
+        code = _fail(str(error))
+    except TyperException as error:
+        code = _fail(getattr(error, "format_message", error.__str__)())
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail("interrupted: nothing half-written is left; the same command goes on from what is done")
+    except BrokenPipeError:  # the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except MemoryError:
+        code = _fail("out of memory: lower --chunk or --batch")
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        code = _fail("out of memory: lower --chunk or --batch")
+    sys.exit(code)
+
+
+def _fail(text: str) -> int:
+    print(f"selftpt: {' '.join(text.split())}", file=sys.stderr)
+    return 2
+
+
+def _note(message: Warning | str, category: type[Warning], *_: object) -> None:
+    if issubclass(category, SelfTPTWarning):
+        print(f"note: {message}", file=sys.stderr)

@@ -1,0 +1,39 @@
+"""`selftpt adapt`: stage 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, read_names, with_settings
+from selftpt.settings import AdaptConfig
+
+
+@with_settings(options=ModelOptions, config=AdaptConfig)
+def command(
+    prompt: Annotated[Path, typer.Option(help="a prompt that `selftpt learn` made")],
+    out: Annotated[Path, typer.Option(help="where the classifier is written")],
+    options: ModelOptions,
+    config: AdaptConfig,
+    names: Names = None,
+    names_file: NamesFile = None,
+    as_json: Json = False,
+) -> None:
+    """Tune a prompt to a list of class names and make its classifier (stage 2)."""
+    listed = read_names(names, names_file)
+    from selftpt.adaptation import adapt
+    from selftpt.files import check_writable
+    from selftpt.prompt import Prompt
+
+    check_writable(out)
+    learned = Prompt.load(prompt)
+    classifier = adapt(options.load(learned.model), learned, listed, config)
+    classifier.save(out)
+    if as_json:
+        facts = {"classifier": str(out), "classes": len(classifier.names), "model": str(classifier.model_id)}
+        print(json.dumps(facts | ({"meaningless": True} if classifier.model_id.meaningless else {})))
+    else:
+        print(f"adapted to {len(classifier.names)} classes: {out}")

@@ -1,0 +1,63 @@
+"""`selftpt classify`: stages 2 and 3 in one, the adapted classifier kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, read_names, with_settings
+from selftpt.cli.predict import Format, FormatOption, listed, show
+from selftpt.errors import SelfTPTError
+from selftpt.settings import AdaptConfig, PredictConfig
+
+if TYPE_CHECKING:
+    from selftpt.classifier import Classifier
+    from selftpt.models import Model
+    from selftpt.prompt import Prompt
+
+
+@with_settings(options=ModelOptions, predicting=PredictConfig, adapting=AdaptConfig)
+def command(
+    pictures: Pictures,
+    prompt: Annotated[Path, typer.Option(help="a prompt that `selftpt learn` made")],
+    options: ModelOptions,
+    adapting: AdaptConfig,
+    predicting: PredictConfig,
+    names: Names = None,
+    names_file: NamesFile = None,
+    format: FormatOption = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Adapt to a list of class names and classify pictures. The second time, adapting is skipped."""
+    wanted = read_names(names, names_file)
+    paths = listed(pictures)
+    from selftpt.prompt import Prompt
+
+    learned = Prompt.load(prompt)
+    classifier = adapted(options.load(learned.model), learned, wanted, adapting)
+    show(classifier, paths, predicting, Format.jsonl if as_json else format)
+
+
+def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig) -> Classifier:
+    """The classifier for these names, from the cache if it was made before."""
+    from selftpt.adaptation import adapt
+    from selftpt.classifier import Classifier
+    from selftpt.files import cache_folder, digest
+    from selftpt.version import __version__
+
+    key = digest(__version__, model.id.digest, prompt.digest, names, dataclasses.asdict(config))
+    file = cache_folder() / "classifiers" / f"{key}.safetensors"
+    if file.exists():
+        try:
+            classifier = Classifier.load(file, model)
+            print("note: adapted before: the kept classifier is used", file=sys.stderr)
+            return classifier
+        except SelfTPTError as error:
+            print(f"note: adapting anew: {error}", file=sys.stderr)
+    classifier = adapt(model, prompt, names, config)
+    classifier.save(file)
+    return classifier

@@ -1,0 +1,37 @@
+"""`selftpt inspect`: what is in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selftpt.cli.options import Json
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="a prompt or classifier file")],
+    as_json: Json = False,
+) -> None:
+    """Show what is in a prompt or classifier file."""
+    from selftpt.files import read_file
+
+    header, tensors = read_file(file)
+    header["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if as_json:
+        print(json.dumps(header, ensure_ascii=False))
+        return
+    model = header.get("model", {})
+    print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {header['origin'].get('selftpt', '?')})")
+    print(f"model: {model.get('name')} ({model.get('pretrained')}), digest {model.get('digest')}")
+    if header.get("meaningless"):
+        print("made with random weights: meaningless")
+    names = header.get("names") or header["origin"].get("classes", [])
+    print(f"classes: {len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    for name, shape in header["tensors"].items():
+        print(f"{name}: {' x '.join(map(str, shape))}")
+    for key, value in {**header.get("contrast", {}), **header["origin"].get("settings", {})}.items():
+        if not isinstance(value, dict):
+            print(f"{key}: {value}")

@@ -1,0 +1,140 @@
+"""Options that several commands share, and settings as options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
+
+import typer
+
+from selftpt.errors import SelfTPTError
+from selftpt.settings import Precision, setting
+
+if TYPE_CHECKING:
+    from selftpt.models import Model, ModelId
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, where and how."""
+
+    model: str | None = setting(None, "a model of open_clip (`selftpt models`), or a folder with one")
+    pretrained: str | None = setting(None, "its weights: a name, a checkpoint file, or random (answers mean nothing)")
+    device: str | None = setting(None, "cpu, cuda or mps; the best there is by default")
+    precision: Precision = setting("fp32", "of the image tower")
+
+    def load(self, made_with: ModelId | None = None) -> Model:
+        """The model asked for, or else the one a file was made with."""
+        from selftpt.models import load_model
+
+        if self.model is None and made_with is None:
+            raise SelfTPTError("which model? give --model and --pretrained; `selftpt models` lists them")
+        name = self.model or (made_with.name if made_with else "")
+        known = made_with.pretrained if made_with and self.model is None else None
+        model = load_model(name, self.pretrained or known, device=self.device, precision=self.precision)
+        if model.id.meaningless:
+            print("note: random weights: the answers mean nothing", file=sys.stderr)
+        return model
+
+
+def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of settings dataclasses as options, and the settings themselves as arguments."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for name, p in signature.parameters.items() if name not in groups]
+        added = [parameter for group in groups.values() for parameter in _parameters(group)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            settings = {name: _settings(group, given) for name, group in groups.items()}
+            command(**{p.name: given[p.name] for p in own}, **settings)
+
+        run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
+        return run
+
+    return decorate
+
+
+def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
+    """The fields of a settings class as options, those of a nested one too: None as 0, a tuple with commas."""
+    hints = get_type_hints(group)
+    panel = (group.__doc__ or "").partition(".")[0]
+    for field in dataclasses.fields(group):
+        kind, default = hints[field.name], field.default
+        if dataclasses.is_dataclass(kind):
+            yield from _parameters(hints[field.name])
+            continue
+        if _may_be_none(kind):
+            kind, default = int, default or 0
+        elif get_origin(kind) is tuple:
+            kind, default = str, ",".join(cast("tuple[str, ...]", default))
+        option = typer.Option(help=field.metadata["help"], rich_help_panel=panel)
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, option],
+        )
+
+
+def _settings(group: type[Any], given: dict[str, Any]) -> Any:
+    """Settings from what the options gave."""
+    hints = get_type_hints(group)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(group):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            values[field.name] = _settings(hints[field.name], given)
+        elif _may_be_none(kind):
+            values[field.name] = given[field.name] or None
+        elif get_origin(kind) is tuple:
+            values[field.name] = tuple(part.strip() for part in given[field.name].split(",") if part.strip())
+        else:
+            values[field.name] = given[field.name]
+    return group(**values)
+
+
+def _may_be_none(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType) and int in get_args(kind)
+
+
+Names = Annotated[str | None, typer.Option("--names", help="class names, with commas between them")]
+NamesFile = Annotated[
+    Path | None, typer.Option("--names-file", help="a file with a class name a line, or a JSON list of them")
+]
+Pictures = Annotated[
+    list[str], typer.Argument(help="pictures, folders, patterns such as 'photos/*.jpg'; - reads paths, one a line")
+]
+Json = Annotated[bool, typer.Option("--json", help="for programs: JSON")]
+
+
+def read_names(names: str | None, file: Path | None) -> list[str]:
+    """Class names from one of the two options."""
+    if (names is None) == (file is None):
+        raise SelfTPTError("give the class names either with --names 'cat, dog' or with --names-file FILE")
+    if names is not None:
+        return [name.strip() for name in names.split(",") if name.strip()]
+    assert file is not None
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SelfTPTError(f"cannot read class names from {file}: {error}") from error
+    if not text.lstrip().startswith("["):
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    try:
+        listed = json.loads(text)
+    except ValueError as error:
+        raise SelfTPTError(f"{file} looks like JSON and is not: {error}") from error
+    if not all(isinstance(name, str) for name in listed):
+        raise SelfTPTError(f"{file} must be a JSON list of strings")
+    return list(listed)

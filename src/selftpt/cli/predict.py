@@ -1,0 +1,118 @@
+"""`selftpt predict`: stage 3."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selftpt.cli.options import Json, ModelOptions, Pictures, with_settings
+from selftpt.errors import SelfTPTError
+from selftpt.settings import PredictConfig
+
+if TYPE_CHECKING:
+    from selftpt.classifier import Classifier, Prediction
+
+
+class Format(StrEnum):
+    table = "table"
+    jsonl = "jsonl"
+    csv = "csv"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="how predictions are printed")]
+
+
+@with_settings(options=ModelOptions, config=PredictConfig)
+def command(
+    pictures: Pictures,
+    classifier: Annotated[Path, typer.Option(help="a classifier that `selftpt adapt` made")],
+    options: ModelOptions,
+    config: PredictConfig,
+    format: FormatOption = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Classify pictures (stage 3)."""
+    paths = listed(pictures)
+    from selftpt.classifier import Classifier
+
+    made = Classifier.load(classifier)
+    ready = Classifier.load(classifier, options.load(made.model_id))
+    show(ready, paths, config, Format.jsonl if as_json else format)
+
+
+def listed(pictures: list[str]) -> Iterator[Path]:
+    """The pictures asked for; what is missing is refused now, except in a list on standard input."""
+    from selftpt.images import find_pictures
+
+    if "-" in pictures:
+        return find_pictures(pictures, sys.stdin)
+    return iter(list(find_pictures(pictures)))
+
+
+def show(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
+    """Print predictions as they come; exit code 2 if no picture could be used."""
+    from PIL import Image
+
+    from selftpt.images import PictureError
+
+    Image.MAX_IMAGE_PIXELS = None  # our own limit, which can be raised, stands in its place
+    failed: list[PictureError] = []
+
+    def report(error: PictureError) -> None:
+        failed.append(error)
+        print(f"note: left out {error}", file=sys.stderr)
+
+    meaningless = classifier.model_id.meaningless
+    done = PRINTERS[format](classifier.predict(paths, config=config, on_error=report), meaningless)
+    if failed and not done:
+        raise SelfTPTError("no picture could be used" if len(failed) > 1 else "the picture could not be used")
+    if failed:
+        print(f"note: {len(failed)} of {len(failed) + done} pictures were left out", file=sys.stderr)
+
+
+def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="random weights: these answers mean nothing" if meaningless else None, box=None)
+    for column in ("picture", "class", "probability", "then"):
+        table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
+    count = 0
+    for p in predictions:
+        count += 1
+        rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True))
+        table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", rest)
+    if count:
+        Console(highlight=False, markup=False).print(table)
+    return count
+
+
+def _print_jsonl(predictions: Iterable[Prediction], meaningless: bool) -> int:
+    count = 0
+    for p in predictions:
+        count += 1
+        row: dict[str, Any] = {"path": p.path, "names": p.names, "probabilities": p.probabilities, "labels": p.labels}
+        print(json.dumps(row | ({"meaningless": True} if meaningless else {}), ensure_ascii=False), flush=True)
+    return count
+
+
+def _print_csv(predictions: Iterable[Prediction], meaningless: bool) -> int:
+    writer, count = csv.writer(sys.stdout, lineterminator="\n"), 0
+    for p in predictions:
+        if not count:
+            ranks = [f"{what}_{i + 1}" for i in range(len(p.names)) for what in ("name", "probability")]
+            writer.writerow(["path", *ranks, *(["meaningless"] if meaningless else [])])
+        count += 1
+        pairs = [v for pair in zip(p.names, (f"{q:.6f}" for q in p.probabilities), strict=True) for v in pair]
+        writer.writerow([p.path, *pairs, *(["true"] if meaningless else [])])
+    return count
+
+
+PRINTERS = {Format.table: _print_table, Format.jsonl: _print_jsonl, Format.csv: _print_csv}

@@ -1,0 +1,102 @@
+"""Files of ours: safetensors with a JSON header, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from selftpt.errors import SelfTPTError
+
+FORMAT = 1
+
+
+def cache_folder() -> Path:
+    """Where features and adapted classifiers are kept: $SELFTPT_CACHE, or selftpt in the user's cache folder."""
+    if chosen := os.environ.get("SELFTPT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selftpt"
+
+
+def digest(*parts: object) -> str:
+    """A short name for what is told by `parts`: the same for equal parts, on every machine."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it is either the old one or the new one, whatever happens."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise SelfTPTError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before any work, an output that could not be written after it."""
+    if path.is_dir():
+        raise SelfTPTError(f"cannot write {path}: it is a folder; give the name of a file")
+    folder = path.absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise SelfTPTError(f"cannot write {path}: no permission to write in {folder}")
+
+
+def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON header as one safetensors file."""
+    whole = {"format": FORMAT, "kind": kind, **header}
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_whole(path, safetensors.torch.save(plain, {"selftpt": json.dumps(whole, ensure_ascii=False)}))
+
+
+def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file of ours of the given kind."""
+    header, tensors = read_file(path)
+    if header["kind"] != kind:
+        raise SelfTPTError(f"{path} holds a {header['kind']}, not a {kind}")
+    return header, tensors
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file of ours of any kind."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})["selftpt"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise SelfTPTError(f"{path} does not exist") from error
+    except OSError as error:
+        raise SelfTPTError(f"cannot read {path}: {error.strerror or error}") from error
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise SelfTPTError(f"{path} is not a file of selftpt, or it was cut short or damaged") from error
+    if header.get("format") != FORMAT:
+        raise SelfTPTError(
+            f"{path} has format {header.get('format')}, and this selftpt reads {FORMAT}: "
+            "use the version that wrote it, or a newer one"
+        )
+    return header, tensors

@@ -1,0 +1,288 @@
+"""Pictures in: found, decoded, preprocessed, cropped at random."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import glob
+import math
+import os
+import random
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TextIO, TypeVar
+
+import numpy as np
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.transforms import Compose
+from torchvision.transforms.functional import pil_to_tensor
+
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+
+SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
+MAX_ASPECT = 200
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class PictureError(SelfTPTError):
+    """A picture that cannot be used; the text says which and why."""
+
+
+def warn_of(error: PictureError) -> None:
+    """What is done about a picture that cannot be used, unless the caller has another wish."""
+    warnings.warn(f"left out {error}", SelfTPTWarning, stacklevel=3)
+
+
+def open_picture(source: str | os.PathLike[str] | Image.Image, max_megapixels: float = 80) -> Image.Image:
+    """A picture in RGB as a person sees it: turned by its EXIF tag, transparency on white, 16 bits scaled to 8.
+
+    Of an animation, the first frame. A picture of more than `max_megapixels` is refused before it is decoded.
+    """
+    if isinstance(source, Image.Image):
+        return _decode(source, "the picture", max_megapixels)
+    name = os.fspath(source)
+    try:
+        with open(name, "rb") as file:
+            picture = _identify(file)
+            if picture is None:
+                raise PictureError(f"{name}: not a picture of a known format")
+            return _decode(picture, name, max_megapixels)
+    except PictureError:
+        raise
+    except FileNotFoundError as error:
+        raise PictureError(f"{name}: no such file") from error
+    except IsADirectoryError as error:
+        raise PictureError(f"{name}: a folder, not a picture") from error
+    except PermissionError as error:
+        raise PictureError(f"{name}: no permission to read it") from error
+    except Exception as error:  # Pillow's plugins raise all kinds on damaged files
+        raise PictureError(f"{name}: cannot be read ({_line(error)})") from error
+
+
+def _identify(file: IO[bytes]) -> Image.Image | None:
+    """`Image.open` without its limit on pixels: that is a setting of the whole program, ours is the caller's."""
+    prefix = file.read(16)
+    for load in (Image.preinit, Image.init):  # the common formats, then all
+        load()
+        for format in Image.ID:
+            factory, accept = Image.OPEN[format]
+            if accept is None or accept(prefix) is True:
+                with contextlib.suppress(SyntaxError, IndexError, TypeError, struct.error):  # another format, then
+                    file.seek(0)
+                    return factory(file, "")
+    return None
+
+
+def _decode(picture: Image.Image, name: str, max_megapixels: float) -> Image.Image:
+    width, height = picture.size
+    if width * height > max_megapixels * 1e6:
+        raise PictureError(
+            f"{name}: {width * height / 1e6:g} megapixels, over the limit of {max_megapixels:g}: "
+            "raise max_megapixels or shrink the picture"
+        )
+    if max(width, height) > MAX_ASPECT * min(width, height):  # resized for a model, it would take gigabytes
+        raise PictureError(f"{name}: {width} x {height} pixels: too narrow a picture to be looked at")
+    try:
+        picture.load()
+    except Exception as error:
+        raise PictureError(f"{name}: damaged or cut short ({_line(error)})") from error
+    try:
+        upright = ImageOps.exif_transpose(picture)
+    except Exception:  # a bad tag does not spoil the picture
+        upright = picture.copy()
+    try:
+        return _rgb(upright)
+    except Exception as error:
+        raise PictureError(f"{name}: its colours are of no known kind ({_line(error)})") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode == "RGB" and "transparency" not in picture.info:
+        return picture
+    if picture.mode.startswith("I"):  # 16 bits a pixel
+        values = np.asarray(picture).astype(np.float64)
+        values[values == picture.info.get("transparency", -1)] = 65535
+        return Image.fromarray((values / 257).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+    if picture.mode == "F":
+        raise ValueError("pictures of floating-point numbers are not supported")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture.convert("RGB")
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What a model does to a picture before its image tower: one resize and crop, then mean and deviation."""
+
+    size: tuple[int, int]
+    mean: Tensor
+    std: Tensor
+    interpolation: Image.Resampling
+    _geometry: Callable[[Image.Image], Image.Image]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Preprocess:
+        """From the preprocessing settings that open_clip keeps with a model."""
+        cfg = PreprocessCfg(**config)
+        height, width = (cfg.size, cfg.size) if isinstance(cfg.size, int) else tuple(cfg.size)[-2:]
+        resampling = Image.Resampling.BILINEAR if cfg.interpolation == "bilinear" else Image.Resampling.BICUBIC
+        *geometry, _to_tensor, normalize = image_transform_v2(cfg, is_train=False).transforms
+        mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
+        return cls((height, width), mean, std, resampling, Compose(geometry))
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """An RGB picture to the pixels the model sees: uint8 [3, S, S]."""
+        pixels: Tensor = pil_to_tensor(self._geometry(picture))
+        return pixels
+
+    def crops(self, picture: Image.Image, count: int, rng: random.Random) -> Tensor:
+        """Random resized crops, each flipped or not: uint8 [count, 3, S, S]."""
+        height, width = self.size
+        crops = []
+        for _ in range(count):
+            left, upper, right, lower = box = random_box(*picture.size, rng)
+            # `crop` would do, but for the limit on pixels that Pillow has for the whole program.
+            crop = picture.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
+            crop = crop.resize((width, height), self.interpolation)
+            if rng.random() < 0.5:
+                crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            crops.append(pil_to_tensor(crop))
+        return torch.stack(crops)
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, S, S] in uint8 to the floats the image tower takes; floats stay as they are."""
+        if pixels.dtype != torch.uint8:
+            return pixels
+        return (pixels.float() / 255 - self.mean.to(pixels.device)) / self.std.to(pixels.device)
+
+
+def random_box(
+    width: int, height: int, rng: random.Random, scale: tuple[float, float] = (0.08, 1.0)
+) -> tuple[int, int, int, int]:
+    """Left, upper, right and lower of a random resized crop: area in `scale`, aspect log-uniform in 3/4 to 4/3.
+
+    After ten boxes that do not fit, the largest central one of an allowed aspect.
+    """
+    low, high = 3 / 4, 4 / 3
+    for _ in range(10):
+        area = width * height * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(math.log(low), math.log(high)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, upper = rng.randint(0, width - w), rng.randint(0, height - h)
+            return left, upper, left + w, upper + h
+    w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
+    left, upper = (width - w) // 2, (height - h) // 2
+    return left, upper, left + w, upper + h
+
+
+@dataclass(frozen=True)
+class Source:
+    """Labelled pictures: class names, and for each picture its path and the index of its class."""
+
+    names: tuple[str, ...]
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+
+    def few(self, shots: int | None, seed: int) -> Source:
+        """At most `shots` pictures a class, by the published rule: classes in order of appearance, a sample of each."""
+        if shots is None:
+            return self
+        rng = random.Random(seed)
+        by_class: dict[int, list[Path]] = {}
+        for path, label in zip(self.paths, self.labels, strict=True):
+            by_class.setdefault(label, []).append(path)
+        chosen = [
+            (path, label)
+            for label, paths in by_class.items()
+            for path in (rng.sample(paths, shots) if len(paths) >= shots else paths)
+        ]
+        return Source(self.names, tuple(p for p, _ in chosen), tuple(label for _, label in chosen))
+
+
+def read_folder(folder: str | os.PathLike[str]) -> Source:
+    """A folder with a folder a class; its name is the class name."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise SelfTPTError(f"{root} is not a folder" if root.exists() else f"the folder {root} does not exist")
+    classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(classes) < 2:
+        raise SelfTPTError(f"{root} must have a folder for each class, two at least; it has {len(classes)}")
+    paths, labels = [], []
+    for label, sub in enumerate(classes):
+        pictures = pictures_in(sub)
+        if not pictures:
+            raise SelfTPTError(f"the class folder {sub} has no picture")
+        paths += pictures
+        labels += [label] * len(pictures)
+    return Source(tuple(path.name for path in classes), tuple(paths), tuple(labels))
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The picture files below a folder, sorted, hidden ones left out."""
+    found = []
+    for root, folders, files in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [
+            Path(root, name) for name in files if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise SelfTPTError(f"cannot read the folder {error.filename}: {error.strerror}")
+
+
+def find_pictures(places: Iterable[str | os.PathLike[str]], listing: TextIO | None = None) -> Iterator[Path]:
+    """Files, folders (all below them) and glob patterns to picture paths; "-" reads `listing`, a path a line."""
+    for place in places:
+        text = os.fspath(place)
+        path = Path(text)
+        if text == "-" and listing is not None:
+            yield from (Path(line.rstrip("\r\n")) for line in listing if line.strip())
+        elif path.is_dir():
+            found = pictures_in(path)
+            if not found:
+                raise SelfTPTError(f"the folder {path} has no picture")
+            yield from found
+        elif path.exists():
+            yield path
+        elif glob.has_magic(text):
+            matches = sorted(match for match in map(Path, glob.glob(text, recursive=True)) if not match.is_dir())
+            if not matches:
+                raise SelfTPTError(f"no file matches {text}")
+            yield from matches
+        else:
+            raise SelfTPTError(f"{text} does not exist")
+
+
+def in_threads(
+    work: Callable[[Item], Result], items: Iterable[Item], ahead: int, threads: int | None = None
+) -> Iterator[Result]:
+    """`work` of each item, in order, by threads that keep up to `ahead` results ready."""
+    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+        waiting: collections.deque[Future[Result]] = collections.deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

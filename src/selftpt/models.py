@@ -1,0 +1,194 @@
+"""A frozen vision-language model by name, from open_clip: two towers, tokenizer, preprocessing, temperature."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftpt.errors import SelfTPTError
+from selftpt.images import Preprocess
+from selftpt.settings import Precision
+from selftpt.text import TextTower
+from selftpt.tokens import Tokenizer
+from selftpt.vision import ImageTower
+
+PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class ModelId:
+    """Which model a file was made with. `digest` tells weights and architecture; random weights mean nothing."""
+
+    name: str
+    pretrained: str | None
+    digest: str
+
+    @property
+    def meaningless(self) -> bool:
+        return self.pretrained == RANDOM
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.pretrained})" if self.pretrained else self.name
+
+    def check(self, model: Model, what: str) -> None:
+        """Refuse to use `what`, which was made with this model, with another one."""
+        if self.digest != model.id.digest:
+            raise SelfTPTError(
+                f"{what} was made with {self} [{self.digest[:8]}], not with {model.id} [{model.id.digest[:8]}]: "
+                "load that model, or learn a prompt for this one"
+            )
+
+
+class Model:
+    """A frozen model: `text` and `image` are its towers, `dimension` that of their features, `scale` 1 / τ of Eq. 1."""
+
+    def __init__(self, clip: Any, tokenizer: Any, id: ModelId, dimension: int, device: str, precision: str) -> None:
+        clip = clip.eval().requires_grad_(False).to(device)
+        clip.visual.to(PRECISIONS[precision])
+        self.id, self.dimension = id, dimension
+        self.device, self.precision = torch.device(device), precision
+        self.text = TextTower(clip, Tokenizer(tokenizer, tokenizer.context_length))
+        self.image = ImageTower(clip)
+        self.scale = float(clip.logit_scale.exp())
+        self.preprocess = Preprocess.of(clip.visual.preprocess_cfg)
+
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Pictures [B, 3, S, S], uint8 or already normalised floats, to unit features [B, D] in fp32."""
+        with torch.inference_mode():
+            pixels = self.preprocess.normalize(pixels.to(self.device)).to(PRECISIONS[self.precision])
+            features = F.normalize(self.image(pixels).float(), dim=-1)
+        return features.clone()  # outside, so that autograd may use it
+
+
+def list_models() -> dict[str, list[str]]:
+    """Every model of open_clip by name, with the names of its weights."""
+    return {name: open_clip.list_pretrained_tags_by_model(name) for name in open_clip.list_models()}
+
+
+def best_device() -> str:
+    """`cuda` or `mps` where there is one, else `cpu`."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def load_model(
+    name: str, pretrained: str | None = None, *, device: str | None = None, precision: Precision = "fp32"
+) -> Model:
+    """Load a frozen model.
+
+    name: a name of open_clip (`selftpt.list_models`), "hf-hub:ORG/REPO", or a folder with open_clip_config.json.
+    pretrained: the name of its weights, a checkpoint file, or "random" (for tests and speed: answers mean nothing).
+    device: cpu, cuda, mps; the best there is by default.
+    precision: of the image tower, fp32, bf16 or fp16; the text tower, which runs once a class list, stays in fp32.
+    """
+    if precision not in PRECISIONS:
+        raise SelfTPTError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
+    device = device or best_device()
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SelfTPTError(f"the device {device!r} cannot be used here: choose of cpu, cuda, mps") from error
+    source, quick = _resolve(name, pretrained)
+    random = pretrained == RANDOM
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            clip = open_clip.create_model(
+                source,
+                None if random else pretrained,
+                load_weights=not random,
+                force_quick_gelu=quick,
+                pretrained_text=False,
+                require_pretrained=not random,
+            )
+            tokenizer = open_clip.get_tokenizer(source)
+        except ImportError as error:
+            raise SelfTPTError(f"{name} needs a package that is not installed: pip install 'selftpt[hf]'") from error
+        except Exception as error:
+            raise SelfTPTError(_why(name, pretrained, error)) from error
+    if source.startswith("local-dir:") and not random:
+        pretrained = None
+    config = {"quick_gelu": quick, **(open_clip.get_model_config(source) or {})}
+    id = ModelId(name, pretrained, _digest(clip, {**config, "preprocess": clip.visual.preprocess_cfg}))
+    return Model(clip, tokenizer, id, config["embed_dim"], device, precision)
+
+
+def _resolve(name: str, pretrained: str | None) -> tuple[str, bool]:
+    """open_clip's name for a model, and whether its weights want QuickGELU whatever the name says."""
+    if name.startswith(("hf-hub:", "local-dir:")):
+        return name, False
+    if Path(name).is_dir():
+        if not (Path(name) / "open_clip_config.json").is_file():
+            raise SelfTPTError(f"the folder {name} has no open_clip_config.json: it is not a model of open_clip")
+        return f"local-dir:{name}", False
+    known = name.replace("/", "-")
+    if known not in open_clip.list_models():
+        near = difflib.get_close_matches(known, open_clip.list_models(), n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise SelfTPTError(f"no model is called {name!r}: {hint}`selftpt models` lists them")
+    tags = open_clip.list_pretrained_tags_by_model(known)
+    if pretrained is None:
+        published = ", ".join(tags) or "none are published"
+        raise SelfTPTError(f"{name} needs weights: name them ({published}) or give a checkpoint file")
+    if pretrained == RANDOM or Path(pretrained).is_file():
+        return known, False
+    if pretrained not in tags and not open_clip.get_pretrained_cfg(known, pretrained):
+        raise SelfTPTError(
+            f"{name} has no weights {pretrained!r}, and there is no such file: choose of {', '.join(tags) or 'none'}"
+        )
+    return known, bool(open_clip.get_pretrained_cfg(known, pretrained).get("quick_gelu"))
+
+
+def _why(name: str, pretrained: str | None, error: Exception) -> str:
+    """One line on why a model could not be loaded, and what to do."""
+    first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    if pretrained == RANDOM:
+        return f"{name} cannot be built: {first}"
+    if pretrained and Path(pretrained).is_file():
+        return f"{pretrained} does not hold weights of {name}: {first}"
+    if Path(name.removeprefix("local-dir:")).is_dir():
+        return f"the model in {name} cannot be loaded: {first}"
+    weights = f"the weights {pretrained!r} of {name}" if pretrained else name
+    return (
+        f"{weights} could not be downloaded: check the connection, or fetch the checkpoint on another machine "
+        "and give the file with --pretrained (its name here is pretrained=)"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """open_clip logs to the root logger and sets it up in passing: keep both from our users."""
+    root = logging.getLogger()
+    handlers, before = root.handlers[:], logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+        root.handlers[:] = handlers
+
+
+def _digest(clip: torch.nn.Module, config: Mapping[str, Any]) -> str:
+    """A digest of the weights and of what else decides the features."""
+    sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(clip.state_dict().items()):
+        sha.update(f"{name}{tuple(tensor.shape)}".encode())
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return sha.hexdigest()[:32]

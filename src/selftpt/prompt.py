@@ -1,0 +1,88 @@
+"""What stage 1 learns: context vectors and a projection head."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selftpt.errors import SelfTPTError
+from selftpt.files import read_tensors, write_tensors
+from selftpt.losses import Head
+from selftpt.models import Model, ModelId
+from selftpt.settings import ContrastConfig
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Soft prompts and the head they were learned with.
+
+    context: [M, d]; head: D to its hidden width to F; contrast: how CPT saw them; model: whose they are.
+    origin: how they came about (settings, class names of the source, the version of selftpt).
+    """
+
+    context: Tensor
+    head: Head
+    contrast: ContrastConfig
+    model: ModelId
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the prompt to a file."""
+        header = {
+            "model": dataclasses.asdict(self.model),
+            "meaningless": self.model.meaningless,
+            "contrast": dataclasses.asdict(self.contrast),
+            "origin": dict(self.origin),
+        }
+        write_tensors(Path(path), "prompt", {"context": self.context, **self.head._asdict()}, header)
+
+    @property
+    def digest(self) -> str:
+        """Tells this prompt from every other."""
+        sha = hashlib.sha256(repr((self.contrast, self.model)).encode())
+        for tensor in (self.context, *self.head):
+            sha.update(f"{tuple(tensor.shape)}".encode())
+            sha.update(tensor.contiguous().numpy().data)
+        return sha.hexdigest()[:32]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Prompt:
+        """Read a prompt from a file."""
+        header, tensors = read_tensors(Path(path), "prompt")
+        try:
+            contrast = header["contrast"]
+            return cls(
+                tensors.pop("context"),
+                Head(**tensors),
+                ContrastConfig(**{**contrast, "views": tuple(contrast["views"])}),
+                ModelId(**header["model"]),
+                header["origin"],
+            )
+        except (KeyError, TypeError) as error:
+            raise SelfTPTError(f"{path} is a prompt file with parts missing: {error}") from error
+
+
+def initial_context(model: Model, length: int, words: str, generator: torch.Generator) -> Tensor:
+    """`length` context vectors [M, d] from the embeddings of `words`.
+
+    Of too many words the last stay, next to the class name; for too few, vectors of N(0, 0.02) come before them.
+    """
+    known = model.text.words(words)[-length:].cpu()
+    drawn = torch.empty(length - len(known), model.text.width).normal_(0, 0.02, generator=generator)
+    return torch.cat([drawn, known.float()])
+
+
+def initial_head(dimension: int, hidden: int, projection: int, generator: torch.Generator) -> Head:
+    """A head D to hidden to projection: Xavier weights, zero biases."""
+    w1, w2 = torch.empty(hidden, dimension), torch.empty(projection, hidden)
+    for weight in (w1, w2):
+        nn.init.xavier_uniform_(weight, generator=generator)
+    return Head(w1, torch.zeros(hidden), w2, torch.zeros(projection))

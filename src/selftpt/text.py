@@ -1,0 +1,321 @@
+"""Prompt and class names to text features, exactly, with no wasted token: the hot path.
+
+Attention in CLIP's text tower is causal and only the end-of-text row is pooled. So what stands after that row is
+never computed, what stands before the class name is computed once for all classes, and what does not depend on
+the prompt is computed once for all steps. The result equals the plain walk over every position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from selftpt.blocks import Block, is_known
+from selftpt.settings import VIEWS, View
+from selftpt.tokens import ClassTokens, Tokenizer
+
+KeyValue = tuple[Tensor, Tensor]  # of one layer, each [1 or n, H, rows, D]
+
+
+def before_name(view: View, length: int) -> int:
+    """How many of `length` prompt vectors stand before the class name (Eq. 7; the middle of an odd M is M // 2)."""
+    return {"end": length, "front": 0, "middle": length // 2}[view]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` sequences of `size` rows in a packed tensor; a row attends to what is before it and to its own past.
+
+    past: keys and values of constant rows that stand before, one pair a layer.
+    prefix: how many rows of the first segment stand between `past` and these.
+    """
+
+    count: int
+    size: int
+    past: list[KeyValue]
+    prefix: int = 0
+
+
+class TextTower:
+    """The text half of an open_clip model; `short` says whether the short way computes what it computes."""
+
+    def __init__(self, clip: Any, tokenizer: Tokenizer) -> None:
+        self.clip = clip
+        self.tokenizer = tokenizer
+        part: Any = clip if isinstance(clip, open_clip.CLIP) else clip.text
+        self.part = part
+        own = hasattr(part, "token_embedding")
+        self.embedding: nn.Embedding = part.token_embedding if own else part.transformer.get_input_embeddings()
+        self.short = self._is_causal() and self._pools_end()
+        if self.short:
+            self.blocks = [Block(block) for block in part.transformer.resblocks]
+            heads = self.blocks[0].heads
+            nothing = self.embedding.weight.new_empty(1, heads, 0, self.width // heads)
+            start = torch.tensor([tokenizer.start], dtype=torch.long, device=self.device)
+            self.start = self.constants(start, 0, [(nothing, nothing)] * len(self.blocks))
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def width(self) -> int:
+        return self.embedding.weight.shape[1]
+
+    def _is_causal(self) -> bool:
+        part, blocks = self.part, getattr(self.part.transformer, "resblocks", None)
+        if blocks is None or part.attn_mask is None or getattr(part, "cls_emb", None) is not None:
+            return False
+        causal = torch.full_like(part.attn_mask, float("-inf")).triu(1)
+        return all(is_known(block) for block in blocks) and torch.equal(part.attn_mask, causal)
+
+    def _pools_end(self) -> bool:
+        of_clip = isinstance(self.part, open_clip.CLIP)
+        pool = self.part.text_pool_type if of_clip else self.part.pool_type
+        if pool == "argmax":
+            return self.tokenizer.end == (self.embedding.num_embeddings - 1,)
+        return pool == "eos" and self.tokenizer.end == (self.part.text_eos_id if of_clip else self.part.eos_id,)
+
+    def words(self, text: str) -> Tensor:
+        """The embeddings of the words of `text`: [tokens, d]."""
+        ids = torch.tensor(self.tokenizer.encode(text), dtype=torch.long, device=self.device)
+        return self.embedding.weight[ids].detach()
+
+    @torch.no_grad()
+    def constants(self, ids: Tensor, position: int, past: list[KeyValue]) -> list[KeyValue]:
+        """Keys and values of `past` and of the token ids [n, S] that follow it, one pair a layer."""
+        positions = self.part.positional_embedding[position : position + ids.shape[1]]
+        kept: list[KeyValue] = []
+        self.walk(
+            (self.embedding.weight[ids] + positions).flatten(0, 1), [Segment(len(ids), ids.shape[1], past)], keep=kept
+        )
+        return kept
+
+    def walk(
+        self, x: Tensor, segments: Sequence[Segment], ends: Tensor | None = None, keep: list[KeyValue] | None = None
+    ) -> Tensor:
+        """Packed rows [T, d] through all blocks: [T, d], or the rows `ends` of the last block alone.
+
+        ends: the last row of every sequence but the first segment's, in order.
+        keep: is filled with all keys and values of the first segment, its past's included, one pair a layer.
+        """
+        sizes = [segment.count * segment.size for segment in segments]
+        for layer, block in enumerate(self.blocks):
+            last = ends is not None and layer == len(self.blocks) - 1
+            h = block.norm(x)
+            rows = block.project(h, slice(int(last), 3)).split(sizes)
+            queries: list[Tensor | None] = [None] * len(segments)
+            if last:  # only the end rows ask, and the shared prefix has none
+                x = x[ends]
+                counts = [segment.count for segment in segments[1:]]
+                queries[1:] = block.project(h[ends], slice(0, 1)).split(counts)
+            out = []
+            shared: KeyValue | None = None
+            for segment, packed, query in zip(segments, rows, queries, strict=True):
+                n = segment.count
+                *asks, k, v = packed.unflatten(0, (n, segment.size)).permute(2, 0, 3, 1, 4)  # each [n, H, S, D]
+                past = segment.past[layer]
+                before = [past] if shared is None else [past, tuple(t[:, :, : segment.prefix] for t in shared)]
+                shared = shared or (k, v)
+                k = torch.cat([*(b[0].expand(n, -1, -1, -1) for b in before), k], 2)
+                v = torch.cat([*(b[1].expand(n, -1, -1, -1) for b in before), v], 2)
+                if keep is not None:
+                    keep.append((k, v))
+                if query is not None:
+                    asks = [query.transpose(1, 2)]
+                if asks:
+                    out.append(_attend(asks[0], k, v))
+            x = block.finish(x, torch.cat(out))
+        return x
+
+    def pool(self, ends: Tensor) -> Tensor:
+        """End-of-text rows [N, d] to features [N, D]."""
+        x: Tensor = self.part.ln_final(ends)
+        projection = self.part.text_projection
+        if projection is not None:
+            x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
+        return x
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last rows of a sequence, q [n, H, S, D] and k, v [n, H, K, D]: [n * S, H, D].
+
+    Written out because the fused kernels have no second derivative; at these lengths it is as fast.
+    """
+    ahead = torch.full((q.shape[2], k.shape[2]), float("-inf"), dtype=q.dtype, device=q.device)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + ahead.triu(k.shape[2] - q.shape[2] + 1)
+    out: Tensor = (scores.softmax(-1) @ v).transpose(1, 2).flatten(0, 1)
+    return out
+
+
+class PackedWalk:
+    """The short way, for some classes: shared prefixes, no padding, only the end rows leave the last block.
+
+    keep_front: keep the keys and values of `start name` in the front view, which do not depend on the prompt.
+    """
+
+    def __init__(
+        self,
+        tower: TextTower,
+        names: Sequence[Sequence[int]],
+        tail: Sequence[int],
+        length: int,
+        views: Sequence[View],
+        keep_front: bool,
+    ) -> None:
+        self.tower = tower
+        self.shape = (len(views), len(names))
+        device, first = tower.device, len(tower.tokenizer.start)
+        ending = torch.tensor([*tail, *tower.tokenizer.end], device=device)
+        prompt = -1 - torch.arange(length, device=device)  # the k-th prompt vector, where an id would stand
+        by_size: dict[int, list[int]] = {}
+        for i, name in enumerate(names):
+            by_size.setdefault(len(name), []).append(i)
+
+        prefix = max(before_name(view, length) for view in views)
+        ids, positions = [prompt[:prefix]], [torch.arange(first, first + prefix, device=device)]
+        self.segments, order = [Segment(1, prefix, tower.start)], []
+        for v, view in enumerate(views):
+            before = before_name(view, length)
+            for size, classes in sorted(by_size.items()):
+                n, past = len(classes), tower.start
+                ahead = torch.tensor([names[i] for i in classes], device=device)
+                position = first + before
+                if view == "front" and keep_front:
+                    past, ahead = tower.constants(ahead, first, past), ahead[:, :0]
+                    position += size
+                sequence = torch.cat([ahead, prompt[before:].expand(n, -1), ending.expand(n, -1)], 1)
+                ids.append(sequence.flatten())
+                positions.append(torch.arange(position, position + sequence.shape[1], device=device).repeat(n))
+                self.segments.append(Segment(n, sequence.shape[1], past, before))
+                order.append(torch.tensor(classes, device=device) + v * len(names))
+        rows = torch.cat(ids)
+        self.ids, self.positions = rows.clamp(min=0), torch.cat(positions)
+        self.prompt_rows = (rows < 0).nonzero()[:, 0]
+        self.prompt_index = -1 - rows[self.prompt_rows]
+        sizes = torch.tensor([s.size for s in self.segments[1:]], device=device)
+        counts = torch.tensor([s.count for s in self.segments[1:]], device=device)
+        self.ends = prefix + sizes.repeat_interleave(counts).cumsum(0) - 1
+        self.inverse = torch.cat(order).argsort()
+
+    def __call__(self, prompt: Tensor) -> Tensor:
+        """Prompt [M, d] to features [views, classes, D]."""
+        x = self.tower.embedding.weight[self.ids].index_fill(0, self.prompt_rows, 0.0)
+        x = x + self.tower.part.positional_embedding[self.positions]
+        x = x.index_add(0, self.prompt_rows, prompt[self.prompt_index])
+        features = self.tower.pool(self.tower.walk(x, self.segments, self.ends))
+        return features[self.inverse].view(*self.shape, -1)
+
+
+class PlainWalk:
+    """open_clip's own text encoder over every position, the prompt put in place of stand-in tokens."""
+
+    def __init__(
+        self, tower: TextTower, names: Sequence[Sequence[int]], tail: Sequence[int], length: int, views: Sequence[View]
+    ) -> None:
+        self.tower = tower
+        self.shape = (len(views), len(names))
+        stand_in = names[0][0]  # an ordinary token: neither padding nor an end
+        sentences: list[list[int]] = []
+        rows: list[int] = []
+        index: list[int] = []
+        for view in views:
+            before = before_name(view, length)
+            for name in names:
+                at = len(sentences) * tower.tokenizer.context + len(tower.tokenizer.start)
+                places = [*range(before), *range(before + len(name), length + len(name))]
+                sentence = [stand_in] * before + list(name) + [stand_in] * (length - before) + list(tail)
+                sentences.append(tower.tokenizer.sentence(sentence))
+                rows += [at + place for place in places]
+                index += range(length)
+        self.ids = torch.tensor(sentences, device=tower.device)
+        self.rows = torch.tensor(rows, dtype=torch.long, device=tower.device)
+        self.index = torch.tensor(index, dtype=torch.long, device=tower.device)
+
+    def __call__(self, prompt: Tensor) -> Tensor:
+        """Prompt [M, d] to features [views, classes, D]."""
+
+        def place(_module: nn.Module, _args: Any, embedded: Tensor) -> Tensor:
+            return embedded.flatten(0, 1).index_copy(0, self.rows, prompt[self.index]).view_as(embedded)
+
+        hook = self.tower.embedding.register_forward_hook(place)
+        try:
+            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+                features: Tensor = self.tower.clip.encode_text(self.ids, normalize=False)
+        finally:
+            hook.remove()
+        return features.view(*self.shape, -1)
+
+
+class TextEncoder:
+    """The features of a class list under a prompt of `length` vectors, in some views.
+
+    chunk: walk at most so many classes at once. A longer list is cut into chunks of names of like length, and its
+    gradients (`pull`, `curve`) are computed chunk by chunk, so that memory does not grow with the list.
+    """
+
+    def __init__(
+        self,
+        tower: TextTower,
+        tokens: ClassTokens,
+        length: int,
+        views: Sequence[View] = VIEWS,
+        tail: str = ".",
+        chunk: int | None = None,
+    ) -> None:
+        self.tower, self.views = tower, tuple(views)
+        by_size = sorted(range(len(tokens)), key=lambda i: len(tokens.ids[i]))
+        size = chunk or len(tokens)
+        self.whole = len(tokens) <= size
+        self.chunks = [torch.tensor(by_size[i : i + size], device=tower.device) for i in range(0, len(tokens), size)]
+        self.inverse = torch.cat(self.chunks).argsort()
+        ending = tower.tokenizer.encode(tail)
+        self.walks: list[PackedWalk | PlainWalk] = []
+        for classes in self.chunks:
+            names = [tokens.ids[i] for i in classes.tolist()]
+            if tower.short:
+                self.walks.append(PackedWalk(tower, names, ending, length, views, keep_front=self.whole))
+            else:
+                self.walks.append(PlainWalk(tower, names, ending, length, views))
+
+    def __call__(self, prompt: Tensor) -> Tensor:
+        """Prompt [M, d] to features [V, C, D], with a graph if the prompt asks for one."""
+        return torch.cat([walk(prompt) for walk in self.walks], 1)[:, self.inverse]
+
+    def pull(self, prompt: Tensor, *cotangents: Tensor) -> list[Tensor]:
+        """Jᵀu for each u [V, C, D], chunk by chunk: [M, d] each."""
+        pulled = [torch.zeros_like(prompt) for _ in cotangents]
+        for classes, walk in zip(self.chunks, self.walks, strict=True):
+            p = prompt.detach().requires_grad_()
+            features = walk(p)
+            for total, u in zip(pulled, cotangents, strict=True):
+                total += torch.autograd.grad(features, p, u[:, classes], retain_graph=True)[0]
+        return pulled
+
+    def curve(self, prompt: Tensor, cotangent: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """The second derivative of u·f along v, Σ u·∂²f·v [M, d], and J v [V, C, D], chunk by chunk."""
+        curved, moved = torch.zeros_like(prompt), torch.empty_like(cotangent)
+        for classes, walk in zip(self.chunks, self.walks, strict=True):
+            p = prompt.detach().requires_grad_()
+            u = cotangent[:, classes].detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(walk(p), p, u, create_graph=True)
+            along, moved[:, classes] = torch.autograd.grad((gradient * direction).sum(), [p, u])
+            curved += along
+        return curved, moved
+
+
+@torch.no_grad()
+def encode_template(tower: TextTower, tokens: ClassTokens, template: str, chunk: int | None = None) -> Tensor:
+    """The features [C, D] of class names in a hand-written sentence such as "a photo of a {}." (Eq. 8).
+
+    It is the end view with the sentence's own words for a prompt.
+    """
+    words, tail = template.split("{}")
+    prompt = tower.words(words)
+    return TextEncoder(tower, tokens, len(prompt), ("end",), tail, chunk)(prompt)[0]

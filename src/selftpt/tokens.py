@@ -1,0 +1,119 @@
+"""Class names to token ids, once: where a name ends, which names are equal, which are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selftpt.errors import SelfTPTError
+
+
+class Tokenizer:
+    """An open_clip tokenizer taken apart: the ids of bare words, and what it puts around a sentence.
+
+    A sentence of token ids `ids` becomes `start + ids + end`, filled up with `pad` to `context` positions.
+    """
+
+    def __init__(self, tokenizer: Any, context: int) -> None:
+        self._tokenizer = tokenizer
+        self.context = context
+        probe = self.encode("photo")
+        whole = tokenizer(["photo"], context_length=context)[0].tolist()
+        at = next((i for i in range(len(whole)) if whole[i : i + len(probe)] == probe), None)
+        if not probe or at is None:
+            raise SelfTPTError(f"the tokenizer {type(tokenizer).__name__} does not keep a word's tokens together")
+        rest = whole[at + len(probe) :]
+        self.start: tuple[int, ...] = tuple(whole[:at])
+        self.pad: int = rest[-1]
+        self.end: tuple[int, ...] = tuple(rest[:1])
+        for sentence in ("photo", "a photo of a cat"):
+            if self.sentence(self.encode(sentence)) != tokenizer([sentence], context_length=context)[0].tolist():
+                raise SelfTPTError(f"the tokenizer {type(tokenizer).__name__} frames sentences in an unknown way")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` alone, without start, end or padding."""
+        if hasattr(self._tokenizer, "encode"):
+            return list(self._tokenizer.encode(text))
+        cleaned = self._tokenizer.clean_fn(text)
+        return list(self._tokenizer.tokenizer(cleaned, add_special_tokens=False).input_ids)
+
+    def sentence(self, ids: Sequence[int]) -> list[int]:
+        """`ids` with start, end and padding: `context` token ids."""
+        whole = [*self.start, *ids, *self.end]
+        return whole + [self.pad] * (self.context - len(whole))
+
+
+@dataclass(frozen=True)
+class ClassTokens:
+    """The class names of a task as token ids.
+
+    names: as given, with `_` as a space and white space folded.
+    ids: the token ids of each name alone.
+    same: [C], for each class the first class whose name has the same tokens.
+    """
+
+    names: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
+    same: Tensor
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def repeated(self) -> list[str]:
+        """Names that stand more than once in the list, each once."""
+        return [self.names[i] for i in self.same.unique().tolist() if int((self.same == i).sum()) > 1]
+
+    def subset(self, classes: Sequence[int]) -> ClassTokens:
+        """The tokens of some classes, in the order given."""
+        return ClassTokens(
+            tuple(self.names[i] for i in classes),
+            tuple(self.ids[i] for i in classes),
+            _first_equal(self.same[torch.tensor(classes)].tolist()),
+        )
+
+
+def clean_name(name: str) -> str:
+    """`_` as a space, white space folded."""
+    return " ".join(name.replace("_", " ").split())
+
+
+def tokenize(names: Sequence[str], tokenizer: Tokenizer, room: int) -> ClassTokens:
+    """Token ids of class names; `room` is the number of positions a name may take.
+
+    Raises SelfTPTError for an empty name, one without tokens, one with the tokenizer's own marks, one too long.
+    """
+    if not names:
+        raise SelfTPTError("no class names: give at least two")
+    special = {*tokenizer.start, *tokenizer.end}
+    cleaned, ids = [], []
+    for i, name in enumerate(names):
+        clean = clean_name(name)
+        if not clean:
+            raise SelfTPTError(f"class name {i + 1} of {len(names)} is empty")
+        tokens = tuple(tokenizer.encode(clean))
+        if not tokens:
+            raise SelfTPTError(f"class name {name!r} has no token that this model knows: write it in words")
+        if special & set(tokens):
+            raise SelfTPTError(f"class name {name!r} contains a mark that the tokenizer keeps for itself")
+        if len(tokens) > room:
+            raise SelfTPTError(
+                f"class name {_shorten(clean)!r} is too long: {len(tokens)} tokens, and this model "
+                f"with this prompt has room for {room}"
+            )
+        cleaned.append(clean)
+        ids.append(tokens)
+    return ClassTokens(tuple(cleaned), tuple(ids), _first_equal(ids))
+
+
+def _first_equal(keys: Sequence[Any]) -> Tensor:
+    first: dict[Any, int] = {}
+    return torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
+
+
+def _shorten(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

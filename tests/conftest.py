@@ -1,0 +1,18 @@
+"""One thread a worker, and a cache of its own for every test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is read from or left in the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("SELFTPT_CACHE", str(folder))
+    return folder

@@ -1,0 +1,248 @@
+"""Text features and their derivatives equal the plain walk over every position."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selftpt.text import VIEWS, PackedWalk, PlainWalk, TextEncoder, before_name, encode_template
+from selftpt.tokens import ClassTokens, tokenize
+from tests.oracle import plain
+from tests.small import KINDS, SHORT, SPECS, Small, names_of, random_prompt, relative, small
+
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-9}
+BOTH_WAYS = ("vit", "vit-quickgelu", "layerscale", "qk-norm", "worldwide", "mobileclip", "siglip", "coca", "bert")
+
+
+def tokens_of(model: Small, names: list[str]) -> ClassTokens:
+    return tokenize(names, model.model.text.tokenizer, model.context)
+
+
+def mixed(model: Small, length: int) -> list[str]:
+    """Names of one to sixty tokens, or as many as there is room for, in no order."""
+    most = min(60, model.room(max(length, 4)))
+    return names_of([3, 1, most, 1, 7, 2, most - 1, 3])
+
+
+def encoder_of(model: Small, names: list[str], length: int, views=VIEWS, chunk: int | None = None) -> TextEncoder:
+    return TextEncoder(model.model.text, tokens_of(model, names), length, views, chunk=chunk)
+
+
+def reference(model: Small, names: list[str], prompt: Tensor, views=VIEWS) -> Tensor:
+    """[V, C, D] in float64 whatever the model's precision: float32 is held against the exact values."""
+    exact = small(model.kind, torch.float64)
+    return torch.stack([plain.encode(exact, view, names, prompt.double()) for view in views])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_which_way(kind: str) -> None:
+    model = small(kind)
+    assert model.model.text.short is SPECS[kind].short
+    walk = encoder_of(model, ["cat", "dog"], 2).walks[0]
+    assert isinstance(walk, PackedWalk if SPECS[kind].short else PlainWalk)
+
+
+def test_every_way_is_there() -> None:
+    assert set(SHORT) == {
+        "vit",
+        "vit-quickgelu",
+        "resnet",
+        "custom-text",
+        "layerscale",
+        "qk-norm",
+        "one-layer",
+        "worldwide",
+    }
+
+
+def test_a_changed_mask_is_not_walked_the_short_way() -> None:
+    model = small("vit")
+    mask = model.clip.attn_mask
+    model.clip.attn_mask = torch.zeros_like(mask)
+    try:
+        assert not type(model.model.text)(model.clip, model.model.text.tokenizer).short
+    finally:
+        model.clip.attn_mask = mask
+
+
+def test_before_name() -> None:
+    assert [before_name("end", length) for length in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [before_name("front", length) for length in range(6)] == [0, 0, 0, 0, 0, 0]
+    assert [before_name("middle", length) for length in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mistakes_would_show(kind: str) -> None:
+    """Random models can be deaf: here views, classes and every single prompt vector make a difference."""
+    model = small(kind, torch.float64)
+    names, prompt = names_of([1, 1, 2]), random_prompt(model, 4)
+    features = reference(model, names, prompt)
+    for a, b in pairwise(features):
+        assert relative(a, b) > 1e-2
+    for a, b in pairwise(features.unbind(1)):
+        assert relative(a, b) > 1e-2
+    for k in range(4):
+        changed = prompt.clone()
+        changed[k] = random_prompt(model, 4, seed=1)[k]
+        assert min(relative(a, b) for a, b in zip(reference(model, names, changed), features, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_features(kind: str, dtype: torch.dtype) -> None:
+    model = small(kind, dtype)
+    for length in (1, 2, 3, 4, 5, 8):
+        names, prompt = mixed(model, length), random_prompt(model, length, seed=length)
+        found, wanted = encoder_of(model, names, length)(prompt), reference(model, names, prompt)
+        for view, a, b in zip(VIEWS, found, wanted, strict=True):
+            for name, one, other in zip(names, a, b, strict=True):
+                assert relative(one, other) < BOUND[dtype], f"{view} view of {name!r}, M = {length}"
+
+
+@pytest.mark.parametrize("kind", ["vit", "layerscale", "worldwide", "siglip", "coca", "roberta"])
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_features_of_any_list(kind: str, data: st.DataObject) -> None:
+    model = small(kind, torch.float64)
+    length = data.draw(st.integers(1, 8), "M")
+    sizes = data.draw(st.lists(st.integers(1, min(60, model.room(length))), min_size=1, max_size=9), "tokens")
+    views = data.draw(st.lists(st.sampled_from(VIEWS), min_size=1, max_size=3, unique=True), "views")
+    chunk = data.draw(st.none() | st.integers(1, 10), "chunk")
+    names, prompt = names_of(sizes), random_prompt(model, length)
+    found = encoder_of(model, names, length, views, chunk)(prompt)
+    for a, b in zip(found.flatten(0, 1), reference(model, names, prompt, views).flatten(0, 1), strict=True):
+        assert relative(a, b) < 1e-9
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("kind", ["vit", "worldwide", "mobileclip"])
+def test_one_view_alone(kind: str, length: int, view: str) -> None:
+    """With one vector, the middle and the front view have no prefix to share."""
+    model = small(kind, torch.float64)
+    names, prompt = names_of([2, 1]), random_prompt(model, length)
+    found = encoder_of(model, names, length, (view,))(prompt)
+    assert relative(found, reference(model, names, prompt, (view,))) < 1e-9
+
+
+TEMPLATES = ("a photo of a {}.", "{}", "{}.", "a {} on the road", "the cat and the dog in a photo of the {}, red.")
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_template(kind: str, dtype: torch.dtype) -> None:
+    """The hand-written view, also where nothing stands before the name."""
+    model, exact = small(kind, dtype), small(kind, torch.float64)
+    none = random_prompt(exact, 0)
+    for template in TEMPLATES:
+        names = names_of([2, 1, min(40, model.room(10)), 1])
+        wanted = plain.encode(exact, "hand", names, none, template)
+        for chunk in (None, 1, 3):
+            found = encode_template(model.model.text, tokens_of(model, names), template, chunk)
+            assert not found.requires_grad
+            for one, other in zip(found, wanted, strict=True):
+                assert relative(one, other) < BOUND[dtype], template
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_template_is_the_sentence(kind: str, template: str) -> None:
+    """For plain words the hand-written view is what open_clip makes of the whole sentence: zero-shot as known."""
+    model = small(kind, torch.float64)
+    names = ["cat", "red kite", "blue bird in the rain"]
+    whole = model.tokenizer([template.format(name) for name in names], context_length=model.context)
+    wanted = model.clip.encode_text(whole, normalize=False)
+    assert relative(encode_template(model.model.text, tokens_of(model, names), template), wanted) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_of_words_is_the_sentence(kind: str) -> None:
+    """A prompt that is the embedding of words does what the words do."""
+    model = small(kind, torch.float64)
+    prompt = model.model.text.words("a photo of a")
+    assert prompt.shape == (4, model.model.text.width)
+    assert not prompt.requires_grad
+    sentences = ["a photo of a cat.", "cat a photo of a.", "a photo cat of a."]
+    wanted = model.clip.encode_text(model.tokenizer(sentences, context_length=model.context), normalize=False)
+    assert relative(encoder_of(model, ["cat"], 4)(prompt)[:, 0], wanted) < 1e-9
+
+
+@pytest.mark.parametrize("length", [1, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_derivatives(kind: str, length: int) -> None:
+    """First and second derivative of a random functional of the features, against double backward."""
+    model = small(kind, torch.float64)
+    names = names_of([2, 1, 9, 1])
+    encoder = encoder_of(model, names, length)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(3, len(names), model.spec.dimension, generator=generator, dtype=torch.float64)
+    v = torch.randn(length, model.model.text.width, generator=generator, dtype=torch.float64)
+
+    def both(features_of) -> tuple[Tensor, Tensor]:
+        p = random_prompt(model, length).requires_grad_()
+        (first,) = torch.autograd.grad((features_of(p) * u).sum(), p, create_graph=True)
+        return first, torch.autograd.grad((first * v).sum(), p)[0]
+
+    found, wanted = both(encoder), both(lambda p: reference(model, names, p))
+    assert wanted[1].norm() > 1e-3
+    assert relative(found[0], wanted[0]) < 1e-9
+    assert relative(found[1], wanted[1]) < 1e-9
+
+
+@pytest.mark.parametrize("kind", BOTH_WAYS)
+def test_chunked(kind: str) -> None:
+    """Chunked features, pulled-back gradients and second derivatives equal those of the whole list."""
+    model = small(kind, torch.float64)
+    names, length = names_of([4, 1, 12, 1, 2, 4, 9]), 3
+    prompt = random_prompt(model, length)
+    generator = torch.Generator().manual_seed(0)
+    u, w = torch.randn(2, 3, len(names), model.spec.dimension, generator=generator, dtype=torch.float64)
+    v = torch.randn(prompt.shape, generator=generator, dtype=torch.float64)
+
+    p, cotangent = prompt.clone().requires_grad_(), u.clone().requires_grad_()
+    features = reference(model, names, p)
+    (pulled,) = torch.autograd.grad(features, p, cotangent, create_graph=True)
+    (other,) = torch.autograd.grad(features, p, w, retain_graph=True)
+    curved, moved = torch.autograd.grad((pulled * v).sum(), [p, cotangent])
+    for chunk in (None, 1, 2, 3, 6, 7, 100):
+        encoder = encoder_of(model, names, length, chunk=chunk)
+        assert encoder.whole is (chunk is None or chunk >= len(names))
+        assert [len(c) for c in encoder.chunks[:-1]] == [chunk] * (len(encoder.chunks) - 1)
+        assert relative(encoder(prompt), features) < 1e-9
+        found = [*encoder.pull(prompt, u, w), *encoder.curve(prompt, u, v)]
+        for one, wanted in zip(found, [pulled, other, curved, moved], strict=True):
+            assert relative(one, wanted) < 1e-9, f"in chunks of {chunk}"
+            assert not one.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip"])
+def test_order_of_classes(kind: str) -> None:
+    """A class has the features it has alone, wherever it stands and whatever stands beside it."""
+    model = small(kind, torch.float64)
+    names, prompt = names_of([5, 1, 3, 1, 2]), random_prompt(model, 4)
+    together = encoder_of(model, names, 4, chunk=2)(prompt)
+    backwards = encoder_of(model, names[::-1], 4)(prompt)
+    assert relative(backwards, together.flip(1)) < 1e-12
+    for i, name in enumerate(names):
+        assert relative(encoder_of(model, [name], 4)(prompt)[:, 0], together[:, i]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["vit", "mobileclip", "bert"])
+def test_the_model_is_left_as_it_was(kind: str) -> None:
+    model = small(kind, torch.float64)
+    ids = model.tokenizer(["a photo of a cat."], context_length=model.context)
+    before = model.clip.encode_text(ids, normalize=False)
+    encoder = encoder_of(model, ["cat", "dog"], 2)
+    prompt = random_prompt(model, 2)
+    features = encoder(prompt.requires_grad_())
+    assert features.requires_grad
+    assert not encoder(prompt.detach()).requires_grad
+    with pytest.raises((RuntimeError, IndexError)):
+        encoder(prompt.detach()[:1])  # a prompt of another length
+    assert torch.equal(model.clip.encode_text(ids, normalize=False), before)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.clip.parameters())
