@@ -13,10 +13,10 @@ import random
 import tempfile
 from pathlib import Path
 
-import open_clip
 import torch
 import torch.nn.functional as F
 from measure import interleaved
+from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from selftpt.classifier import Classifier
@@ -51,7 +51,7 @@ def main() -> None:
     weights = F.normalize(torch.randn(100, model.dimension), dim=-1)
     classifier = Classifier(tuple(f"class {i}" for i in range(100)), weights, 100.0, model.id, model=model)
     clip, config = model.image.clip, PredictConfig(batch=options.batch)
-    transform = open_clip.image_transform_v2(open_clip.PreprocessCfg(**clip.visual.preprocess_cfg), is_train=False)
+    transform = image_transform_v2(PreprocessCfg(**clip.visual.preprocess_cfg), is_train=False)
 
     with tempfile.TemporaryDirectory() as folder:
         paths = make_pictures(Path(folder), options.pictures)

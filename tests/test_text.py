@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_clip.tokenizer import HFTokenizer
 from torch import Tensor
 
-from selftpt.text import VIEWS, PackedWalk, PlainWalk, TextEncoder, before_name, encode_template
-from selftpt.tokens import ClassTokens, tokenize
+from selftpt.settings import VIEWS
+from selftpt.text import PackedWalk, PlainWalk, TextEncoder, TextTower, before_name, encode_template
+from selftpt.tokens import ClassTokens, Tokenizer, tokenize
 from tests.oracle import plain
 from tests.small import KINDS, SHORT, SPECS, Small, names_of, random_prompt, relative, small
 
@@ -140,7 +143,7 @@ def test_template(kind: str, dtype: torch.dtype) -> None:
     model, exact = small(kind, dtype), small(kind, torch.float64)
     none = random_prompt(exact, 0)
     for template in TEMPLATES:
-        names = names_of([2, 1, min(40, model.room(10)), 1])
+        names = names_of([2, 1, min(40, model.room(12)), 1])
         wanted = plain.encode(exact, "hand", names, none, template)
         for chunk in (None, 1, 3):
             found = encode_template(model.model.text, tokens_of(model, names), template, chunk)
@@ -172,7 +175,7 @@ def test_prompt_of_words_is_the_sentence(kind: str) -> None:
     assert relative(encoder_of(model, ["cat"], 4)(prompt)[:, 0], wanted) < 1e-9
 
 
-@pytest.mark.parametrize("length", [1, 4, 5])
+@pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_derivatives(kind: str, length: int) -> None:
     """First and second derivative of a random functional of the features, against double backward."""
@@ -209,7 +212,7 @@ def test_chunked(kind: str) -> None:
     (pulled,) = torch.autograd.grad(features, p, cotangent, create_graph=True)
     (other,) = torch.autograd.grad(features, p, w, retain_graph=True)
     curved, moved = torch.autograd.grad((pulled * v).sum(), [p, cotangent])
-    for chunk in (None, 1, 2, 3, 6, 7, 100):
+    for chunk in (None, 1, 3, 7):
         encoder = encoder_of(model, names, length, chunk=chunk)
         assert encoder.whole is (chunk is None or chunk >= len(names))
         assert [len(c) for c in encoder.chunks[:-1]] == [chunk] * (len(encoder.chunks) - 1)
@@ -246,3 +249,55 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
         encoder(prompt.detach()[:1])  # a prompt of another length
     assert torch.equal(model.clip.encode_text(ids, normalize=False), before)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.clip.parameters())
+
+
+def test_names_with_marks_and_letters_of_all_kinds() -> None:
+    """A name and the full stop after it stay apart, even where the tokenizer would join them."""
+    model = small("vit", torch.float64)
+    names = ["kite (bird of prey)", "café au lait", "猫", "🐱", "rock'n'roll!", "747-400", "cat"]
+    prompt = random_prompt(model, 4)
+    found = encoder_of(model, names, 4)(prompt)
+    assert relative(found, reference(model, names, prompt)) < 1e-9
+    whole = model.clip.encode_text(model.tokenizer(["a photo of a kite (bird of prey)."]))
+    words = model.model.text.words("a photo of a")
+    assert relative(encoder_of(model, names[:1], 4)(words)[0], whole) > 1e-2
+
+
+@pytest.mark.parametrize(("kind", "odd"), [("coca", "!@#"), ("vit", "!@#"), ("mobileclip", "!@#")])
+def test_a_name_that_starts_with_the_padding_token(kind: str, odd: str) -> None:
+    """In CLIP's vocabulary padding is also a piece of `!`: such a name must not change what other classes see."""
+    model = small(kind, torch.float64)
+    assert model.encode(odd)[0] == model.spec.frame.pad
+    prompt = random_prompt(model, 4)
+    alone = encoder_of(model, ["red kite bird"], 4)(prompt)
+    beside = encoder_of(model, [odd, "red kite bird"], 4)(prompt)
+    assert relative(beside[:, 1:], alone) < 1e-9
+
+
+@pytest.mark.parametrize("style", ["bytes", "pieces"])
+def test_tokenizers_that_write_spaces(style: str, tmp_path: Path) -> None:
+    """RoBERTa's tokenizer writes the space before a word into its token, and sentence pieces have one before a full
+    stop that stands alone: inside a sentence, a name and what follows it have the tokens they have there."""
+    import tokenizers
+    import transformers
+    from tokenizers import models, pre_tokenizers, processors, trainers
+
+    bare = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    if style == "bytes":
+        bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        bare.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
+    marks = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, show_progress=False)
+    bare.train_from_iterator(["a photo of a cat.", "cat a red kite. on the road"] * 9, trainer)
+    bare.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    kinds = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), marks, strict=True))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bare, **kinds).save_pretrained(tmp_path)
+    tokenizer, clip = HFTokenizer(str(tmp_path), context_length=40), small("roberta", torch.float64).clip
+
+    tower = TextTower(clip, Tokenizer(tokenizer, 40))
+    names = ["cat", "red kite"]
+    tokens = tokenize(names, tower.tokenizer, 20)
+    for template in ("a photo of a {}.", "a {} on the road"):
+        wanted = clip.encode_text(tokenizer([template.format(name) for name in names]))
+        assert relative(encode_template(tower, tokens, template), wanted) < 1e-9

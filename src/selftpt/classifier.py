@@ -64,12 +64,13 @@ class Classifier:
         header, tensors = read_tensors(Path(path), "classifier")
         try:
             model_id = ModelId(**header["model"])
-            names, scale, weights = tuple(header["names"]), header["scale"], tensors["weights"]
+            names, scale, origin = tuple(header["names"]), header["scale"], header["origin"]
+            weights = tensors["weights"]
         except (KeyError, TypeError) as error:
             raise SelfTPTError(f"{path} is a classifier file with parts missing: {error}") from error
         if model is not None:
             model_id.check(model, f"the classifier {path}")
-        return cls(names, weights, scale, model_id, header["origin"], model)
+        return cls(names, weights, scale, model_id, origin, model)
 
     def probabilities(self, features: Tensor) -> Tensor:
         """Eq. 1: unit image features [..., D] to probabilities [..., C]."""
@@ -88,6 +89,8 @@ class Classifier:
         on_error: is told of every picture that cannot be used, which is then left out.
         """
         config = config or PredictConfig()
+        if top is not None:
+            config = dataclasses.replace(config, top=top)
         model = self.model or load_model(self.model_id.name, self.model_id.pretrained)
         self.model_id.check(model, "the classifier")
         if isinstance(pictures, str | os.PathLike | Image.Image) or (
@@ -110,18 +113,21 @@ class Classifier:
                 continue
             waiting.append((path, seen))
             if len(waiting) == per_batch:
-                yield from self._answer(model, waiting, top or config.top, config)
+                yield from self._answer(model, waiting, config)
                 waiting = []
         if waiting:
-            yield from self._answer(model, waiting, top or config.top, config)
+            yield from self._answer(model, waiting, config)
 
     def _answer(
-        self, model: Model, seen: list[tuple[str | None, Tensor]], top: int, config: PredictConfig
+        self, model: Model, seen: list[tuple[str | None, Tensor]], config: PredictConfig
     ) -> Iterator[Prediction]:
-        pixels = torch.cat([views for _, views in seen])
+        shown = [views for _, views in seen]
+        if any(views.is_floating_point() for views in shown):  # those are normalised: the others in their company too
+            shown = [model.preprocess.normalize(views.to(model.device)) for views in shown]
+        pixels = torch.cat(shown)
         features = torch.cat([model.encode_images(some) for some in pixels.split(config.batch)])
         views = self.probabilities(features).unflatten(0, (len(seen), -1))
-        best = merge_views(views, config.confident).topk(min(top, len(self.names)))
+        best = merge_views(views, config.confident).topk(min(config.top, len(self.names)))
         rows = zip(best.values.tolist(), best.indices.tolist(), seen, strict=True)
         for probabilities, labels, (path, _) in rows:
             yield Prediction(path, tuple(self.names[i] for i in labels), tuple(probabilities), tuple(labels))

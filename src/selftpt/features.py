@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,8 +33,7 @@ def crop_features(
     The crops of a picture depend on the seed and its place in the list alone. Features are kept in the cache folder
     in shards, each written whole, so that a killed run goes on where it was and a second one reads them.
     """
-    stats = [path.stat() if path.exists() else None for path in paths]
-    files = [[str(p.absolute()), *((s.st_size, s.st_mtime_ns) if s else ())] for p, s in zip(paths, stats, strict=True)]
+    files = [[str(path.absolute()), *_stamp(path)] for path in paths]
     key = digest("crops", model.id.digest, model.precision, crops, seed, max_megapixels, SHARD, batch, files)
     folder = cache_folder() / "features" / key
 
@@ -65,14 +65,23 @@ def crop_features(
     return torch.cat(whole)
 
 
+def _stamp(path: Path) -> list[int | str]:
+    """What is no longer the same when a picture has changed, or can be read where it could not."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns, *([] if os.access(path, os.R_OK) else ["unreadable"])]
+
+
 def _read(file: Path) -> tuple[Tensor, list[str]] | None:
     if not file.exists():
         return None
     try:
         header, tensors = read_tensors(file, "features")
-    except SelfTPTError:  # a damaged shard is computed again
+        return tensors["features"], header["errors"]
+    except (SelfTPTError, KeyError):  # a damaged shard is computed again
         return None
-    return tensors["features"], header["errors"]
 
 
 def _encode(

@@ -34,8 +34,9 @@ def digest(*parts: object) -> str:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens."""
     try:
+        _check_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
@@ -58,20 +59,31 @@ def _umask() -> int:
 
 def check_writable(path: Path) -> None:
     """Refuse, before any work, an output that could not be written after it."""
-    if path.is_dir():
-        raise SelfTPTError(f"cannot write {path}: it is a folder; give the name of a file")
-    folder = path.absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise SelfTPTError(f"cannot write {path}: no permission to write in {folder}")
+    try:
+        _check_file(path)
+        folder = path.absolute().parent
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise SelfTPTError(f"cannot write {path}: {folder} is not a folder")
+        if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            raise SelfTPTError(f"cannot write {path}: no permission to write in {folder}")
+    except OSError as error:
+        raise SelfTPTError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _check_file(path: Path) -> None:
+    """Refuse to put a file in the place of a folder, or of a device such as /dev/null."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no ordinary file"
+        raise SelfTPTError(f"cannot write {path}: it is {what}; give the name of a file")
 
 
 def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as one safetensors file."""
     whole = {"format": FORMAT, "kind": kind, **header}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, safetensors.torch.save(plain, {"selftpt": json.dumps(whole, ensure_ascii=False)}))
+    write_whole(path, safetensors.torch.save(plain, {"selftpt": json.dumps(whole)}))
 
 
 def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -88,15 +100,18 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {})["selftpt"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if not isinstance(header, dict) or not {"format", "kind"} <= header.keys():
+            raise ValueError("not a header of ours")
     except FileNotFoundError as error:
         raise SelfTPTError(f"{path} does not exist") from error
     except OSError as error:
-        raise SelfTPTError(f"cannot read {path}: {error.strerror or error}") from error
+        why = "it is a folder" if path.is_dir() else error.strerror or error
+        raise SelfTPTError(f"cannot read {path}: {why}") from error
     except (SafetensorError, KeyError, ValueError) as error:
         raise SelfTPTError(f"{path} is not a file of selftpt, or it was cut short or damaged") from error
-    if header.get("format") != FORMAT:
+    if header["format"] != FORMAT:
         raise SelfTPTError(
-            f"{path} has format {header.get('format')}, and this selftpt reads {FORMAT}: "
+            f"{path} has format {header['format']}, and this selftpt reads {FORMAT}: "
             "use the version that wrote it, or a newer one"
         )
     return header, tensors

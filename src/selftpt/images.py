@@ -19,7 +19,7 @@ from typing import IO, Any, TextIO, TypeVar
 import numpy as np
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision.transforms import Compose
 from torchvision.transforms.functional import pil_to_tensor
@@ -27,7 +27,16 @@ from torchvision.transforms.functional import pil_to_tensor
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
-MAX_ASPECT = 200
+MAX_ASPECT = 200  # a longer strip, resized by its short side for a model, takes gigabytes
+UPRIGHT: dict[object, Image.Transpose] = {  # by EXIF's orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -51,7 +60,7 @@ def open_picture(source: str | os.PathLike[str] | Image.Image, max_megapixels: f
         return _decode(source, "the picture", max_megapixels)
     name = os.fspath(source)
     try:
-        with open(name, "rb") as file:
+        with Path(name).open("rb") as file:
             picture = _identify(file)
             if picture is None:
                 raise PictureError(f"{name}: not a picture of a known format")
@@ -75,8 +84,9 @@ def _identify(file: IO[bytes]) -> Image.Image | None:
         load()
         for format in Image.ID:
             factory, accept = Image.OPEN[format]
-            if accept is None or accept(prefix) is True:
-                with contextlib.suppress(SyntaxError, IndexError, TypeError, struct.error):  # another format, then
+            with contextlib.suppress(SyntaxError, IndexError, TypeError, struct.error):  # another format, then
+                accepted = accept is None or accept(prefix)
+                if accepted and not isinstance(accepted, str):  # a text says why not
                     file.seek(0)
                     return factory(file, "")
     return None
@@ -89,20 +99,20 @@ def _decode(picture: Image.Image, name: str, max_megapixels: float) -> Image.Ima
             f"{name}: {width * height / 1e6:g} megapixels, over the limit of {max_megapixels:g}: "
             "raise max_megapixels or shrink the picture"
         )
-    if max(width, height) > MAX_ASPECT * min(width, height):  # resized for a model, it would take gigabytes
+    if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
         raise PictureError(f"{name}: {width} x {height} pixels: too narrow a picture to be looked at")
     try:
         picture.load()
     except Exception as error:
         raise PictureError(f"{name}: damaged or cut short ({_line(error)})") from error
     try:
-        upright = ImageOps.exif_transpose(picture)
-    except Exception:  # a bad tag does not spoil the picture
-        upright = picture.copy()
+        turn = UPRIGHT.get(picture.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # bad tags do not spoil a picture
+        turn = None
     try:
-        return _rgb(upright)
+        return _rgb(picture.copy() if turn is None else picture.transpose(turn))
     except Exception as error:
-        raise PictureError(f"{name}: its colours are of no known kind ({_line(error)})") from error
+        raise PictureError(f"{name}: cannot be brought to RGB ({_line(error)})") from error
 
 
 def _line(error: Exception) -> str:
@@ -217,9 +227,12 @@ class Source:
 def read_folder(folder: str | os.PathLike[str]) -> Source:
     """A folder with a folder a class; its name is the class name."""
     root = Path(folder)
-    if not root.is_dir():
-        raise SelfTPTError(f"{root} is not a folder" if root.exists() else f"the folder {root} does not exist")
-    classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    try:
+        if not root.is_dir():
+            raise SelfTPTError(f"{root} is not a folder" if root.exists() else f"the folder {root} does not exist")
+        classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise SelfTPTError(f"cannot read the folder {root}: {error.strerror}") from error
     if len(classes) < 2:
         raise SelfTPTError(f"{root} must have a folder for each class, two at least; it has {len(classes)}")
     paths, labels = [], []
@@ -254,12 +267,17 @@ def find_pictures(places: Iterable[str | os.PathLike[str]], listing: TextIO | No
         path = Path(text)
         if text == "-" and listing is not None:
             yield from (Path(line.rstrip("\r\n")) for line in listing if line.strip())
-        elif path.is_dir():
+            continue
+        try:
+            exists, folder = path.exists(), path.is_dir()
+        except OSError as error:
+            raise SelfTPTError(f"cannot look for {text}: {error.strerror}") from error
+        if folder:
             found = pictures_in(path)
             if not found:
                 raise SelfTPTError(f"the folder {path} has no picture")
             yield from found
-        elif path.exists():
+        elif exists:
             yield path
         elif glob.has_magic(text):
             matches = sorted(match for match in map(Path, glob.glob(text, recursive=True)) if not match.is_dir())

@@ -40,13 +40,14 @@ def cpt(
     same: Tensor | None = None,
     temperature: float = 0.07,
     reduction: Reduction = "mean",
-    rows: int = 4096,
+    held: int = 1 << 20,
 ) -> Tensor:
     """Eq. 9: contrastive prompt tuning over V views of C classes, the sum over positives inside the logarithm.
 
     z: [V, C, F], projected text features.
     same: [C], equal numbers for classes of equal names, which are then no negatives of each other.
-    rows: how many rows of the [VC, VC] similarities are held at once.
+    held: about how many of the [VC, VC] similarities are held at once; more are computed in blocks of rows, and again in
+    the backward pass.
     """
     views, classes, _ = z.shape
     others = ~torch.eye(views, dtype=torch.bool, device=z.device)
@@ -64,7 +65,7 @@ def cpt(
             left_out = left_out | ((kind[chosen][:, None] == kind) & (own[chosen][:, None] != own))
         return similarity.masked_fill(left_out, float("-inf")).logsumexp(-1)
 
-    blocks = index.split(rows)
+    blocks = index.split(max(64, held // len(flat)))
     if len(blocks) == 1:
         total = denominator(index)
     else:

@@ -294,8 +294,9 @@ class TextEncoder:
         for classes, walk in zip(self.chunks, self.walks, strict=True):
             p = prompt.detach().requires_grad_()
             features = walk(p)
-            for total, u in zip(pulled, cotangents, strict=True):
-                total += torch.autograd.grad(features, p, u[:, classes], retain_graph=True)[0]
+            for i, u in enumerate(cotangents):
+                more = i + 1 < len(cotangents)
+                pulled[i] += torch.autograd.grad(features, p, u[:, classes], retain_graph=more)[0]
         return pulled
 
     def curve(self, prompt: Tensor, cotangent: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
+from decimal import MAX_EMAX, MIN_EMIN, Decimal, localcontext
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +138,7 @@ def index_sets(views: int, classes: int, equal: Sequence[object] | None) -> list
         denominator = [
             j
             for j in range(views * classes)
-            if j != i
-            and (equal is None or j % classes == i % classes or equal[j % classes] != equal[i % classes])
+            if j != i and (equal is None or j % classes == i % classes or equal[j % classes] != equal[i % classes])
         ]
         sets.append((positives, denominator))
     return sets
@@ -166,7 +165,7 @@ def cpt_in_decimal(
 ) -> float:
     """Eq. 9 with numbers that cannot overflow."""
     with localcontext() as context:
-        context.prec = 50
+        context.prec, context.Emax, context.Emin = 50, MAX_EMAX, MIN_EMIN
         exact = [[Decimal(value) for value in vector] for vector in z]
         total = Decimal(0)
         for i, (positives, denominator) in enumerate(index_sets(views, len(z) // views, equal)):

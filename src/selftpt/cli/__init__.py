@@ -14,6 +14,8 @@ from selftpt.cli import adapt, classify, inspect, learn, models, predict
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.version import __version__
 
+INTERRUPTED = 130  # what typer makes of Ctrl-C
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -41,16 +43,16 @@ def main() -> None:
     warnings.showwarning = _note  # type: ignore[assignment]
     try:
         code = app(standalone_mode=False)
+        if code == INTERRUPTED:
+            code = _fail("interrupted: nothing half-written is left; the same command goes on from what is done")
         sys.stdout.flush()
     except SelfTPTError as error:
         code = _fail(str(error))
     except TyperException as error:
         code = _fail(getattr(error, "format_message", error.__str__)())
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted: nothing half-written is left; the same command goes on from what is done")
     except BrokenPipeError:  # the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        code = 1
     except MemoryError:
         code = _fail("out of memory: lower --chunk or --batch")
     except RuntimeError as error:

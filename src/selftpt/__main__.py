@@ -1,0 +1,5 @@
+"""`python -m selftpt` is `selftpt`."""
+
+from selftpt.cli import main
+
+main()

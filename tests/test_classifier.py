@@ -1,0 +1,376 @@
+"""Stage 3: pictures to predictions, in any company, and Self-TPT-v."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+from torch import Tensor
+
+import selftpt.classifier
+from selftpt.classifier import Classifier, Prediction, merge_views, see
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.files import read_file, write_tensors
+from selftpt.images import PictureError, open_picture
+from selftpt.models import Model, ModelId
+from selftpt.settings import PredictConfig
+from tests import pictures
+from tests.small import model, small
+
+NAMES = ("cat", "dog", "Éléphant", "猫", "fish")
+
+
+@functools.cache
+def classifier() -> Classifier:
+    """Class vectors along which pictures differ, for a random model sees little difference between them."""
+    eyes = model()
+    features = eyes.encode_images(torch.stack([eyes.preprocess(pictures.noise(100 + i)) for i in range(len(NAMES))]))
+    weights = F.normalize(features - features.mean(0), dim=-1)
+    return Classifier(NAMES, weights, eyes.scale, eyes.id, {"made": "by hand"}, eyes)
+
+
+def whole(prediction: Prediction) -> Tensor:
+    """The probabilities in the order of the classes."""
+    assert prediction.names == tuple(NAMES[i] for i in prediction.labels)
+    assert list(prediction.probabilities) == sorted(prediction.probabilities, reverse=True)
+    return torch.tensor([prediction.probabilities[prediction.labels.index(i)] for i in range(len(NAMES))])
+
+
+def table(predictions: Iterator[Prediction]) -> Tensor:
+    return torch.stack([whole(prediction) for prediction in predictions])
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return pictures.noises(tmp_path_factory.mktemp("pictures"), 7)
+
+
+def failing(error: PictureError) -> None:
+    raise AssertionError(error)
+
+
+def views(count: int, **more: Any) -> PredictConfig:
+    return PredictConfig(views=count, **more)
+
+
+def test_probabilities_are_those_of_equation_1(paths: list[Path]) -> None:
+    """Worked out one by one, with open_clip's own preprocessing and tower."""
+    made, clip = classifier(), small("vit").clip
+    transform = image_transform_v2(PreprocessCfg(size=32), is_train=False)
+    rows = []
+    for prediction, path in zip(made.predict(paths), paths, strict=True):
+        with torch.no_grad():
+            feature = clip.encode_image(transform(Image.open(path))[None])[0].tolist()
+        length = math.sqrt(sum(x * x for x in feature))
+        logits = [
+            made.scale * sum(x * w for x, w in zip(feature, row, strict=True)) / length for row in made.weights.tolist()
+        ]
+        total = sum(math.exp(logit) for logit in logits)
+        rows.append([math.exp(logit) / total for logit in logits])
+        assert prediction.path == str(path)
+        torch.testing.assert_close(whole(prediction), torch.tensor(rows[-1]), rtol=0, atol=1e-5)
+    assert (torch.tensor(rows).std(0) > 1e-2).all(), "all pictures look the same to this model"
+
+
+def test_every_kind_of_picture(paths: list[Path]) -> None:
+    """Alone or in a list, the same picture has the same answer; only a path is told again."""
+    made, path = classifier(), paths[1]
+    picture = open_picture(path)
+    pixels = torch.tensor(list(picture.tobytes()), dtype=torch.uint8).view(*picture.size[::-1], 3).permute(2, 0, 1)
+    seen = model().preprocess.normalize(model().preprocess(picture)[None])[0]
+    wanted = table(made.predict([path]))
+    for given_, told in ((str(path), str(path)), (path, str(path)), (picture, None), (pixels, None), (seen, None)):
+        for pictures_ in (given_, [given_], iter([given_])):
+            (found,) = made.predict(pictures_, on_error=failing)
+            assert found.path == told
+            torch.testing.assert_close(whole(found)[None], wanted, rtol=0, atol=1e-6)
+    many = torch.stack([pixels, pixels.flip(1)])
+    found = table(made.predict(many))
+    assert len(found) == 2
+    torch.testing.assert_close(found[:1], wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "batch", "sizes"), [(1, 3, [3, 3, 1]), (4, 8, [8, 8, 8, 4]), (5, 2, [2, 2, 1] * 7)])
+def test_no_more_than_a_batch_at_once(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, count: int, batch: int, sizes: list[int]
+) -> None:
+    seen, eyes = [], model()
+    encode = eyes.encode_images
+    monkeypatch.setattr(eyes, "encode_images", lambda pixels: seen.append(len(pixels)) or encode(pixels))
+    list(classifier().predict(paths, config=views(count, batch=batch)))
+    assert seen == sizes
+
+
+def test_pictures_as_a_person_sees_them(tmp_path: Path) -> None:
+    stored, exif = pictures.turned(pictures.noise(0, 50, 30), 6)
+    stored.save(tmp_path / "turned.png", exif=exif)
+    found = table(classifier().predict([tmp_path / "turned.png", pictures.noise(0, 50, 30), stored]))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
+    assert (found[0] - found[2]).abs().max() > 1e-3
+
+
+def test_floats_in_the_company_of_others(paths: list[Path]) -> None:
+    """What is normalised already stays so, and the rest of its batch is still normalised."""
+    made, seen = classifier(), model().preprocess
+    floats = [seen.normalize(seen(open_picture(path))[None])[0] for path in paths]
+    company: list[Any] = [paths[0], floats[1], open_picture(paths[2]), floats[3].double(), paths[4], *floats[5:]]
+    torch.testing.assert_close(table(made.predict(company)), table(made.predict(paths)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_one_answer_in_any_company(paths: list[Path], count: int, batch: int) -> None:
+    made = classifier()
+    alone = torch.cat([table(made.predict(path, config=views(count))) for path in paths])
+    together = table(made.predict(paths, config=views(count, batch=batch)))
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    backwards = table(made.predict(paths[::-1], config=views(count, batch=batch)))
+    torch.testing.assert_close(backwards.flip(0), alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "batch", "at_once"), [(1, 4, 4), (8, 16, 2), (8, 4, 1)])
+def test_pictures_are_taken_as_they_are_needed(count: int, batch: int, at_once: int) -> None:
+    """Of endless pictures, some answers: a batch is looked at while two more are got ready."""
+    taken = []
+
+    def endless() -> Iterator[Image.Image]:
+        for seed in itertools.count():
+            taken.append(seed)
+            yield pictures.noise(seed % 5)
+
+    predictions = classifier().predict(endless(), config=views(count, batch=batch))
+    assert taken == []
+    next(predictions)
+    assert len(taken) == 3 * at_once
+    found = table(itertools.islice(predictions, 10))
+    predictions.close()
+    torch.testing.assert_close(found[:5], found[5:], rtol=0, atol=1e-6)
+
+
+def test_order_is_kept_when_pictures_are_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is not ready before the second, where there are threads for both."""
+    second, real = threading.Event(), selftpt.classifier.open_picture
+
+    def slow(source: Any, *limits: Any) -> Image.Image:
+        if source == paths[0]:
+            second.wait(5)
+        if source == paths[1]:
+            second.set()
+        return real(source, *limits)
+
+    monkeypatch.setattr(selftpt.classifier, "open_picture", slow)
+    assert [p.path for p in classifier().predict(paths)] == [str(path) for path in paths]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 32])
+def test_bad_pictures_are_told_and_left_out(tmp_path: Path, paths: list[Path], batch: int) -> None:
+    text, strip = tmp_path / "text.jpg", tmp_path / "strip.png"
+    text.write_text("no picture")
+    Image.new("1", (30_000, 1)).save(strip)
+    bad: list[Any] = [
+        text,
+        strip,
+        tmp_path / "none.jpg",
+        tmp_path,
+        Image.new("RGB", (0, 0)),
+        torch.zeros(3, 0, 9, dtype=torch.uint8),
+        torch.zeros(1, 9, 9, dtype=torch.uint8),
+        torch.zeros(9, 9, dtype=torch.uint8),
+        torch.zeros(3, 9, 9, dtype=torch.int64),
+        torch.zeros(3, 9, 9),
+    ]
+    mix = [item for pair in itertools.zip_longest(bad, paths) for item in pair if item is not None]
+    told: list[str] = []
+    found = list(classifier().predict(mix, config=PredictConfig(batch=batch), on_error=lambda e: told.append(str(e))))
+    assert [p.path for p in found] == [str(path) for path in paths]
+    torch.testing.assert_close(table(iter(found)), table(classifier().predict(paths)), rtol=0, atol=1e-6)
+    words = [str(text), "30000 x 1", "none.jpg: no such file", "a folder", "0 x 0"]
+    words += ["9 x 0", "(1, 9, 9)", "(9, 9)", "int64", "(3, 32, 32)"]
+    assert len(told) == len(bad)
+    for line, word in zip(told, words, strict=True):
+        assert word in line
+        assert "\n" not in line
+
+
+def test_bad_pictures_alone(tmp_path: Path) -> None:
+    """By default they are warned of; nothing is answered."""
+    with pytest.warns(SelfTPTWarning, match=r"none\.jpg: no such file"):
+        assert list(classifier().predict(tmp_path / "none.jpg")) == []
+
+
+def test_large_pictures_by_the_setting(paths: list[Path]) -> None:
+    told: list[PictureError] = []
+    found = classifier().predict(paths[0], config=PredictConfig(max_megapixels=1e-3), on_error=told.append)
+    assert list(found) == []
+    assert "over the limit of 0.001" in str(told[0])
+
+
+def test_floats_have_no_further_views() -> None:
+    told: list[PictureError] = []
+    assert list(classifier().predict(torch.zeros(3, 32, 32), config=views(2), on_error=told.append)) == []
+    assert "no further views" in str(told[0])
+
+
+@pytest.mark.parametrize(("top", "count"), [(1, 1), (3, 3), (5, 5), (99, 5)])
+def test_how_many_classes_are_named(paths: list[Path], top: int, count: int) -> None:
+    made = classifier()
+    everything = list(made.predict(paths))
+    for found in (made.predict(paths, top=top), made.predict(paths, config=PredictConfig(top=top))):
+        for prediction, full in zip(found, everything, strict=True):
+            assert prediction.names == full.names[:count]
+            assert prediction.labels == full.labels[:count]
+            assert prediction.probabilities == pytest.approx(full.probabilities[:count], abs=1e-6)
+    assert abs(sum(everything[0].probabilities) - 1) < 1e-6
+    (named,) = made.predict(paths[0], top=2, config=PredictConfig(top=4))
+    assert len(named.names) == 2
+
+
+def test_no_classes_are_not_named(paths: list[Path]) -> None:
+    with pytest.raises(SelfTPTError, match="top must be above 0"):
+        list(classifier().predict(paths, top=0))
+
+
+# Self-TPT-v
+
+
+def test_the_first_view_is_the_picture_itself() -> None:
+    picture, eyes = pictures.noise(0, 90, 50), model()
+    seen = see(eyes, picture, views(8))
+    assert seen.shape == (8, 3, 32, 32)
+    assert seen.dtype == torch.uint8
+    assert torch.equal(seen[0], eyes.preprocess(picture))
+    assert torch.equal(seen[1:], eyes.preprocess.crops(picture, 7, random.Random(0)))
+    assert torch.equal(see(eyes, picture, views(1)), seen[:1])
+
+
+def test_views_are_told_by_the_seed(paths: list[Path]) -> None:
+    made = classifier()
+    first = table(made.predict(paths, config=views(4, seed=1)))
+    assert torch.equal(first, table(made.predict(paths, config=views(4, seed=1))))
+    other = table(made.predict(paths, config=views(4, seed=2)))
+    assert ((first - other).abs().amax(1) > 1e-5).all()
+
+
+@pytest.mark.parametrize("confident", [1.0, 0.5, 0.1])
+def test_views_are_merged(paths: list[Path], confident: float) -> None:
+    """All of them, half, or one: each looked at alone, then merged by hand."""
+    made, eyes, config = classifier(), model(), views(8, confident=confident)
+    for path, found in zip(paths, made.predict(paths, config=config), strict=True):
+        rows = [made.probabilities(eyes.encode_images(view[None]))[0] for view in see(eyes, path, config)]
+        rows.sort(key=lambda row: -sum(p * math.log(p) for p in row.tolist()))
+        chosen = rows[: {1.0: 8, 0.5: 4, 0.1: 1}[confident]]
+        torch.testing.assert_close(whole(found), torch.stack(chosen).mean(0), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 3), max_size=2),
+    count=st.integers(1, 9),
+    classes=st.integers(1, 6),
+    confident=st.floats(0.01, 1),
+    seed=st.integers(0, 10**6),
+)
+def test_merging(shape: list[int], count: int, classes: int, confident: float, seed: int) -> None:
+    """The mean over the views of least entropy, one or more; probabilities may be 0."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(*shape, count, classes, generator=generator, dtype=torch.float64)
+    sharpness = torch.tensor([0.1, 1, 5000])[torch.randint(3, (*shape, count, 1), generator=generator)]
+    probabilities = (sharpness * drawn).softmax(-1)
+    found = merge_views(probabilities, confident)
+    assert found.shape == (*shape, classes)
+    for rows, merged in zip(probabilities.view(-1, count, classes).tolist(), found.view(-1, classes), strict=True):
+        told = sorted((-sum(p * math.log(p) for p in row if p > 0), i) for i, row in enumerate(rows))
+        keep = max(1, round(confident * count))
+        if keep < count and told[keep][0] - told[keep - 1][0] < 1e-9:
+            continue  # a tie: either will do
+        chosen = [rows[i] for _, i in told[:keep]]
+        wanted = [sum(column) / keep for column in zip(*chosen, strict=True)]
+        assert merged.tolist() == pytest.approx(wanted, abs=1e-9)
+
+
+def test_a_certain_view_is_the_most_confident() -> None:
+    merged = merge_views(torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.0, 1.0], [0.4, 0.3, 0.3], [0.9, 0.1, 0.0]]), 0.25)
+    assert merged.tolist() == [0, 0, 1]
+
+
+# Files
+
+
+def test_saved_and_loaded(tmp_path: Path, paths: list[Path]) -> None:
+    made, file = classifier(), tmp_path / "new" / "five.safetensors"
+    made.save(file)
+    for loaded in (Classifier.load(file, model()), Classifier.load(str(file), model())):
+        assert (loaded.names, loaded.scale, loaded.model_id) == (made.names, made.scale, made.model_id)
+        assert loaded.origin == {"made": "by hand"}
+        assert torch.equal(loaded.weights, made.weights)
+        assert list(loaded.predict(paths)) == list(made.predict(paths))
+    assert read_file(file)[0]["meaningless"] is True
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_another_model_is_refused(tmp_path: Path, paths: list[Path]) -> None:
+    """By the names of both, when the file is read and when it is used."""
+    file = tmp_path / "five.safetensors"
+    classifier().save(file)
+    other = model("one-layer")
+    both = rf"vit \(random\) \[{model().id.digest[:8]}\].*one-layer \(random\) \[{other.id.digest[:8]}\]"
+    with pytest.raises(SelfTPTError, match=both) as caught:
+        Classifier.load(file, other)
+    assert str(file) in str(caught.value)
+    with pytest.raises(SelfTPTError, match=both):
+        list(dataclasses.replace(classifier(), model=other).predict(paths))
+
+
+def test_the_model_it_names_is_loaded_when_needed(
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, asked = tmp_path / "five.safetensors", []
+
+    def load(name: str, pretrained: str | None) -> Model:
+        asked.append((name, pretrained))
+        return model()
+
+    monkeypatch.setattr(selftpt.classifier, "load_model", load)
+    classifier().save(file)
+    loaded = Classifier.load(file)
+    assert loaded.model is None
+    assert asked == []
+    assert list(loaded.predict(paths)) == list(classifier().predict(paths))
+    assert asked == [("vit", "random")]
+    stranger = dataclasses.replace(loaded, model_id=ModelId("vit", "random", "0" * 32))
+    with pytest.raises(SelfTPTError, match="was made with vit"):  # of that name, but of other weights
+        list(stranger.predict(paths))
+
+
+@pytest.mark.parametrize("part", ["model", "names", "scale", "origin", "weights"])
+def test_files_with_parts_missing(tmp_path: Path, part: str) -> None:
+    file = tmp_path / "five.safetensors"
+    classifier().save(file)
+    header, tensors = read_file(file)
+    header.pop(part, None)
+    tensors.pop(part, None)
+    write_tensors(file, "classifier", {"other": torch.zeros(1), **tensors}, header)
+    with pytest.raises(SelfTPTError, match=f"parts missing.*{part}") as caught:
+        Classifier.load(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_prompt_is_no_classifier(tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    write_tensors(file, "prompt", {"context": torch.zeros(2, 4)}, {})
+    with pytest.raises(SelfTPTError, match="holds a prompt, not a classifier"):
+        Classifier.load(file)

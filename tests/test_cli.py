@@ -1,0 +1,416 @@
+"""The command line: what it prints, and one clear line and exit code 2 for what a user can mend."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from PIL import Image
+
+from selftpt import adaptation, cli
+from selftpt.files import read_file
+from tests.folders import make_model, make_photos
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Answer]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process."""
+
+    def call(*arguments: str | Path, stdin: str = "") -> Answer:
+        monkeypatch.setattr(sys, "argv", ["selftpt", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Answer(int(stop.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+class Place(NamedTuple):
+    """A model, labelled pictures, and a prompt and a classifier made of them."""
+
+    model: Path
+    photos: Path
+    prompt: Path
+    classifier: Path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    import selftpt
+
+    folder = tmp_path_factory.mktemp("place")
+    made = Place(make_model(folder / "model"), make_photos(folder / "photos"), folder / "p.st", folder / "c.st")
+    model = selftpt.load_model(str(made.model), device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SELFTPT_CACHE", str(folder / "cache"))
+        prompt = selftpt.learn(model, made.photos, selftpt.LearnConfig(epochs=2), out=made.prompt)
+    selftpt.adapt(model, prompt, ["cat", "dog", "bird"]).save(made.classifier)
+    return made
+
+
+def refused(answer: Answer, *words: str) -> None:
+    """One line that says it, exit code 2, nothing on standard output."""
+    assert answer.code == 2, answer
+    lines = [line for line in answer.err.splitlines() if not line.startswith("note: ")]
+    assert len(lines) == 1, answer.err
+    assert lines[0].startswith("selftpt: ")
+    assert "Traceback" not in answer.err
+    assert answer.out == ""
+    for word in words:
+        assert word in answer.err, answer.err
+
+
+def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
+    prompt, classifier = tmp_path / "prompt.st", tmp_path / "classifier.st"
+    learned = run("learn", place.photos, "--out", prompt, "--model", place.model, "--epochs", 2, "--shots", 2, "--json")
+    assert learned.code == 0, learned.err
+    assert json.loads(learned.out)["pictures"] == 6
+    adapted = run("adapt", "--prompt", prompt, "--names", "cat, polar bear,dog", "--out", classifier)
+    assert adapted.code == 0, adapted.err
+    assert "3 classes" in adapted.out
+    predicted = run("predict", place.photos / "kite", "--classifier", classifier, "--json", "--top", 2)
+    assert predicted.code == 0, predicted.err
+    rows = [json.loads(line) for line in predicted.out.splitlines()]
+    assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
+    assert all(len(row["names"]) == 2 and set(row["names"]) < {"cat", "polar bear", "dog"} for row in rows)
+    assert all(row["probabilities"][0] >= row["probabilities"][1] > 0 for row in rows)
+    assert not any("meaningless" in row for row in rows)
+
+
+def test_the_three_ways_to_print_say_the_same(run: Run, place: Place) -> None:
+    def predict(*more: str) -> Answer:
+        return run("predict", place.photos / "kite", "--classifier", place.classifier, "--top", "2", *more)
+
+    rows = [json.loads(line) for line in predict("--format", "jsonl").out.splitlines()]
+    table = list(csv.DictReader(io.StringIO(predict("--format", "csv").out)))
+    assert [row["path"] for row in table] == [row["path"] for row in rows]
+    for line, row in zip(table, rows, strict=True):
+        assert (line["name_1"], line["name_2"]) == tuple(row["names"])
+        assert float(line["probability_1"]) == pytest.approx(row["probabilities"][0], abs=1e-6)
+    text = predict().out
+    for row in rows:
+        assert f"{row['probabilities'][0]:.1%}" in text
+
+
+def test_classify_adapts_once(run: Run, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog", "--json"]
+    first = run(*arguments)
+    assert first.code == 0, first.err
+
+    def never(*_: object) -> None:
+        raise AssertionError("adapted a second time")
+
+    monkeypatch.setattr(adaptation, "contrast_step", never)
+    second = run(*arguments)
+    assert (second.code, second.out) == (0, first.out)
+    assert "adapted before" in second.err
+    for change in (["--names", "cat,cow"], ["--steps", "3"], ["--vectors", "mean"]):
+        with pytest.raises(AssertionError, match="a second time"):
+            run(*arguments, *change)
+
+
+def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, own_cache: Path) -> None:
+    arguments = ["classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog", "--json"]
+    first = run(*arguments)
+    (kept,) = (own_cache / "classifiers").iterdir()
+    kept.write_bytes(kept.read_bytes()[:100])
+    second = run(*arguments)
+    assert (second.code, second.out) == (0, first.out)
+    assert "adapting anew" in second.err
+
+
+def test_pictures_come_from_files_folders_patterns_and_a_list(run: Run, place: Place) -> None:
+    def paths(*places: str | Path, stdin: str = "") -> list[str]:
+        answer = run("predict", *places, "--classifier", place.classifier, "--json", stdin=stdin)
+        assert answer.code == 0, answer.err
+        return [json.loads(line)["path"] for line in answer.out.splitlines()]
+
+    one, folder = str(place.photos / "kite" / "0.png"), place.photos / "kite"
+    assert paths(one) == [one]
+    assert paths(folder) == [str(folder / f"{i}.png") for i in range(3)]
+    assert paths(f"{place.photos}/*/0.png") == [
+        str(place.photos / n / "0.png") for n in ("blue whale", "kite", "red_fox")
+    ]
+    assert paths("-", stdin=f"{one}\n\n{place.photos}/blue whale/1.png\n") == [one, f"{place.photos}/blue whale/1.png"]
+
+
+def test_views_are_self_tpt_v_and_reproducible(run: Run, place: Place) -> None:
+    def predict(*more: str) -> str:
+        return run("predict", place.photos / "kite", "--classifier", place.classifier, "--json", *more).out
+
+    many = predict("--views", "8")
+    assert many != predict()
+    assert many == predict("--views", "8")
+    assert many != predict("--views", "8", "--seed", "1")
+    assert many != predict("--views", "8", "--confident", "0.2")
+
+
+def test_random_weights_are_marked_everywhere(run: Run, place: Place, tmp_path: Path) -> None:
+    prompt, classifier = tmp_path / "p.st", tmp_path / "c.st"
+    options = ["--model", place.model, "--pretrained", "random"]
+    assert json.loads(run("learn", place.photos, "--out", prompt, *options, "--epochs", 1, "--json").out)["meaningless"]
+    adapted = run("adapt", "--prompt", prompt, "--names", "cat,dog", "--out", classifier, "--json")
+    assert json.loads(adapted.out)["meaningless"]
+    for file in (prompt, classifier):
+        assert read_file(file)[0]["meaningless"] is True
+        assert "meaningless" in run("inspect", file).out
+    assert all(json.loads(line)["meaningless"] for line in Path(f"{prompt}.log.jsonl").read_text().splitlines())
+    predict = ["predict", place.photos / "kite", "--classifier", classifier]
+    answers = [run(*predict, "--format", form) for form in ("jsonl", "csv", "table")]
+    assert all("mean nothing" in answer.err for answer in answers)
+    assert json.loads(answers[0].out.splitlines()[0])["meaningless"] is True
+    assert [row["meaningless"] for row in csv.DictReader(io.StringIO(answers[1].out))] == ["true"] * 3
+    assert "mean nothing" in answers[2].out
+
+
+def test_inspect_tells_what_is_in_a_file(run: Run, place: Place) -> None:
+    told = run("inspect", place.prompt).out
+    assert "a prompt" in told
+    assert "context: 4 x 16" in told
+    assert "blue whale, kite, red fox" in told
+    header = json.loads(run("inspect", place.classifier, "--json").out)
+    assert header["kind"] == "classifier"
+    assert header["tensors"] == {"weights": [3, 16]}
+    assert header["names"] == ["cat", "dog", "bird"]
+    assert header["origin"]["settings"]["steps"] == 10
+    assert header["origin"]["prompt"]["settings"]["epochs"] == 2
+
+
+def test_models_lists_names_and_weights(run: Run) -> None:
+    listed = json.loads(run("models", "--json").out)
+    assert "openai" in listed["ViT-B-16-quickgelu"]
+    wanted = {"RN50", "RN101", "ViT-B-32", "ViT-L-14", "EVA02-B-16", "MobileCLIP-B", "ViT-B-16-SigLIP"}
+    assert wanted <= listed.keys()
+    assert "openai" in run("models", "rn50").out
+    refused(run("models", "no such model"), "no such model")
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version").out.startswith("selftpt ")
+    for command in ("learn", "adapt", "predict", "classify", "models", "inspect"):
+        assert command in run("--help").out
+        assert run(command, "--help").code == 0
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, selftpt.cli; sys.exit('torch' in sys.modules or 'open_clip' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_names_from_a_file(run: Run, place: Place, tmp_path: Path) -> None:
+    lines, listing = tmp_path / "names.txt", tmp_path / "names.json"
+    lines.write_text("cat, a small one\n\n  dog \n", encoding="utf-8")
+    listing.write_text('["cat, a small one", "dog"]')
+    answers = [
+        run("classify", place.photos / "kite", "--prompt", place.prompt, "--names-file", file, "--json")
+        for file in (lines, listing)
+    ]
+    assert answers[0].code == 0, answers[0].err
+    assert answers[0].out == answers[1].out
+    assert set(json.loads(answers[0].out.splitlines()[0])["names"]) == {"cat, a small one", "dog"}
+    for text, words in (('["cat", 3]', "strings"), ("[cat", "JSON"), ("", "no class names")):
+        listing.write_text(text)
+        refused(run("classify", place.photos, "--prompt", place.prompt, "--names-file", listing), words)
+    refused(run("classify", place.photos, "--prompt", place.prompt, "--names-file", tmp_path / "none"), "none")
+
+
+NAMES = [
+    (("--names", ""), "no class names"),
+    (("--names", " , ,"), "no class names"),
+    (("--names", "cat"), "only one class name, 'cat'"),
+    (("--names", "cat," + "dog " * 90), "90 tokens"),
+    (("--names", "cat,___"), "class name 2 of 2 is empty"),
+    ((), "--names"),
+    (("--names", "a,b", "--names-file", "f"), "either"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), NAMES)
+def test_wrong_names_are_refused(
+    run: Run, place: Place, tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    refused(run("adapt", "--prompt", place.prompt, "--out", tmp_path / "c", *arguments), words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_equal_names_are_allowed_and_said(run: Run, place: Place, tmp_path: Path) -> None:
+    answer = run("adapt", "--prompt", place.prompt, "--names", "cat,dog,CAT", "--out", tmp_path / "c")
+    assert answer.code == 0
+    assert "note: equal class names: cat" in answer.err
+
+
+def test_wrong_sources_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+    def learn(folder: Path) -> Answer:
+        return run("learn", folder, "--out", tmp_path / "p", "--model", place.model, "--epochs", 1)
+
+    refused(learn(tmp_path / "none"), "does not exist")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(learn(empty), "a folder for each class")
+    photos = make_photos(tmp_path / "photos")
+    (photos / "zebra").mkdir()
+    refused(learn(photos), "zebra has no picture")
+    (photos / "zebra" / "a.jpg").write_text("text")
+    answer = learn(photos)
+    refused(answer, "'zebra' has no picture that can be read")
+    assert "note: left out" in answer.err
+    refused(learn(photos / "kite" / "0.png"), "is not a folder")
+    assert not (tmp_path / "p").exists()
+
+
+def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> None:
+    cut, text, huge = tmp_path / "cut.jpg", tmp_path / "text.jpg", tmp_path / "huge.png"
+    good = place.photos / "kite" / "0.png"
+    Image.open(good).resize((300, 300)).save(cut)
+    cut.write_bytes(cut.read_bytes()[:-2000])
+    text.write_text("I am no picture")
+    Image.new("1", (10_000, 10_000)).save(huge)
+
+    def predict(*pictures: Path, **_: object) -> Answer:
+        return run("predict", *pictures, "--classifier", place.classifier, "--json")
+
+    for bad, words in ((cut, "cut short"), (text, "not a picture"), (huge, "100 megapixels")):
+        answer = predict(bad)
+        refused(answer, "could not be used")
+        assert sum(line.startswith("note: left out") for line in answer.err.splitlines()) == 1
+        assert words in answer.err
+        assert str(bad) in answer.err
+    answer = predict(cut, good, text)
+    assert answer.code == 0
+    assert [json.loads(line)["path"] for line in answer.out.splitlines()] == [str(good)]
+    assert "2 of 3 pictures were left out" in answer.err
+    raised = run("predict", huge, "--classifier", place.classifier, "--json", "--max-megapixels", "101")
+    assert raised.code == 0, raised.err
+    refused(predict(tmp_path / "none.jpg"), "none.jpg does not exist")
+    refused(predict(tmp_path / "*.gif"), "no file matches")
+    (tmp_path / "empty").mkdir()
+    refused(predict(tmp_path / "empty"), "has no picture")
+    missing = run("predict", "-", "--classifier", place.classifier, "--json", stdin=f"{tmp_path}/none.jpg\n{good}\n")
+    assert missing.code == 0
+    assert "no such file" in missing.err
+
+
+def test_wrong_files_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+    cut, other = tmp_path / "cut.st", make_model(tmp_path / "other", embed_dim=8)
+    cut.write_bytes(place.prompt.read_bytes()[:-50])
+    out = tmp_path / "c.st"
+    adapt = ["adapt", "--names", "cat,dog", "--out", out, "--prompt"]
+    refused(run(*adapt, cut), "cut short")
+    refused(run(*adapt, tmp_path / "none"), "does not exist")
+    refused(run(*adapt, place.classifier), "holds a classifier, not a prompt")
+    refused(run(*adapt, place.photos / "kite" / "0.png"), "not a file of selftpt")
+    refused(run(*adapt, place.prompt, "--model", other), str(place.model), str(other))
+    refused(run("predict", place.photos, "--classifier", place.prompt), "holds a prompt, not a classifier")
+    refused(
+        run("predict", place.photos, "--classifier", place.classifier, "--model", other), str(place.model), str(other)
+    )
+    refused(run("inspect", cut), "cut short")
+    assert not out.exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused(run: Run, place: Place, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path / "file" / "p", tmp_path):
+        refused(run("learn", place.photos, "--out", out, "--model", place.model), "cannot write")
+        refused(run("adapt", "--prompt", place.prompt, "--names", "cat,dog", "--out", out), "cannot write")
+    assert (tmp_path / "file").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_wrong_models_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+    def learn(*arguments: str | Path) -> Answer:
+        return run("learn", place.photos, "--out", tmp_path / "p", *arguments)
+
+    refused(learn(), "which model?")
+    refused(learn("--model", "ViT-B-17", "--pretrained", "random"), "did you mean", "ViT-B-16")
+    refused(learn("--model", "ViT-B-16"), "needs weights", "openai")
+    refused(learn("--model", "ViT-B-16", "--pretrained", "nonsense"), "nonsense", "openai")
+    refused(learn("--model", tmp_path), "open_clip_config.json")
+    refused(learn("--model", place.model, "--device", "toaster"), "toaster")
+    refused(learn("--model", place.model, "--precision", "fp12"), "fp12")
+    (tmp_path / "weights.safetensors").write_bytes((place.model / "open_clip_model.safetensors").read_bytes())
+    answer = learn("--model", "ViT-S-32-alt", "--pretrained", tmp_path / "weights.safetensors")
+    refused(answer, "does not hold weights of ViT-S-32-alt")
+
+
+def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+    learn = ["learn", place.photos, "--out", tmp_path / "p", "--model", place.model]
+    refused(run(*learn, "--epochs", "0"), "epochs must be above 0")
+    refused(run(*learn, "--epochs", "many"), "--epochs")
+    refused(run(*learn, "--views", "end,back"), "'back'")
+    refused(run(*learn, "--no-such-option"), "--no-such-option")
+    refused(run("predict", "--classifier", place.classifier), "pictures")
+    refused(run("predict", place.photos, "--classifier", place.classifier, "--views", "0"), "views must be above 0")
+
+
+def start(*arguments: str | Path, **more: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "selftpt", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **{**pipes, **more})  # type: ignore[call-overload,no-any-return]
+
+
+def test_a_full_disk_leaves_nothing_half_written(place: Place, tmp_path: Path) -> None:
+    """No file may grow beyond a kilobyte: what a full disk does to a write."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    out = tmp_path / "c.st"
+    out.write_text("as it was")
+    command = ["adapt", "--prompt", place.prompt, "--names", "cat,dog", "--out", out]
+    process = start(*command, preexec_fn=limit, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert err.startswith("selftpt: cannot write")
+    assert len(err.splitlines()) == 1
+    assert out.read_text() == "as it was"
+    assert [path.name for path in tmp_path.iterdir()] == ["c.st"]
+
+
+def test_ctrl_c_leaves_nothing_half_written(place: Place, tmp_path: Path) -> None:
+    out = tmp_path / "p.st"
+    learn = ["learn", place.photos, "--out", out, "--model", place.model, "--epochs", "2000", "--batch", "1"]
+    process = start(*learn)
+    while process.poll() is None and not Path(f"{out}.checkpoint").exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    printed, err = process.communicate()
+    assert process.returncode == 2
+    assert printed == ""
+    assert err.startswith("selftpt: interrupted")
+    assert len(err.splitlines()) == 1
+    assert not out.exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"p.st.checkpoint", "p.st.log.jsonl"}
+    assert read_file(Path(f"{out}.checkpoint"))[0]["epochs"] >= 1
+
+
+def test_a_reader_that_has_had_enough_hears_no_complaint(place: Place) -> None:
+    process = start("predict", *[place.photos] * 30, "--classifier", place.classifier, "--json", "--batch", "1")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait() == 1
+    assert process.stderr is not None
+    assert process.stderr.read() == ""

@@ -1,0 +1,875 @@
+"""Pictures are found, decoded as a person sees them, preprocessed and cropped."""
+
+from __future__ import annotations
+
+import glob
+import io
+import itertools
+import math
+import os
+import random
+import struct
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image, JpegImagePlugin, features
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import functional as tv
+
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.images import (
+    PictureError,
+    Preprocess,
+    Source,
+    find_pictures,
+    in_threads,
+    open_picture,
+    pictures_in,
+    random_box,
+    read_folder,
+    warn_of,
+)
+from tests import pictures
+from tests.pictures import BLACK, BLUE, GREEN, RED, WHITE, YELLOW, encoded, scene
+
+QUARTERS = [RED, GREEN, BLUE, YELLOW]
+GREYS = [(76,) * 3, (150,) * 3, (29,) * 3, (226,) * 3]  # of those, by luma
+
+
+def opened(path: Path, data: bytes, **options: Any) -> Image.Image:
+    path.write_bytes(data)
+    picture = open_picture(path, **options)
+    assert picture.mode == "RGB"
+    return picture
+
+
+def refused(source: Any, *words: str, **options: Any) -> str:
+    """The one line, naming the file, with which a picture is refused."""
+    with pytest.raises(PictureError) as caught:
+        open_picture(source, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith("the picture" if isinstance(source, Image.Image) else f"{os.fspath(source)}: ")
+    for word in words:
+        assert word in text
+    return text
+
+
+# Every kind of file
+
+
+@pytest.mark.parametrize(
+    ("format", "mode", "options", "wanted"),
+    [
+        ("JPEG", "RGB", {"quality": 95}, QUARTERS),
+        ("JPEG", "RGB", {"quality": 95, "progressive": True}, QUARTERS),
+        ("JPEG", "CMYK", {"quality": 95}, QUARTERS),
+        ("JPEG", "L", {"quality": 95}, GREYS),
+        ("PNG", "RGB", {}, QUARTERS),
+        ("PNG", "P", {}, QUARTERS),
+        ("PNG", "L", {}, GREYS),
+        ("PNG", "RGBA", {}, QUARTERS),
+        ("PNG", "LA", {}, GREYS),
+        ("GIF", "P", {}, QUARTERS),
+        ("BMP", "RGB", {}, QUARTERS),
+        ("PPM", "RGB", {}, QUARTERS),
+        ("TIFF", "RGB", {}, QUARTERS),
+        ("TIFF", "RGB", {"compression": "tiff_lzw"}, QUARTERS),
+        ("TIFF", "CMYK", {}, QUARTERS),
+        pytest.param(
+            "WEBP",
+            "RGB",
+            {"lossless": True},
+            QUARTERS,
+            marks=pytest.mark.skipif(not features.check("webp"), reason="this Pillow has no WebP"),
+        ),
+        pytest.param(
+            "AVIF",
+            "RGB",
+            {"quality": 100},
+            QUARTERS,
+            marks=pytest.mark.skipif(not features.check("avif"), reason="this Pillow has no AVIF"),
+        ),
+    ],
+)
+def test_formats(tmp_path: Path, format: str, mode: str, options: dict[str, Any], wanted: list[Any]) -> None:
+    """The colours of the file, whatever it is called: names do not tell the format."""
+    found = opened(tmp_path / "called.jpg", encoded(scene().convert(mode), format, **options))
+    assert found.size == (64, 32)
+    lossy = format in ("JPEG", "AVIF")
+    assert np.abs(np.array(pictures.quarters(found)) - wanted).max() <= (4 if lossy else 0)
+
+
+def test_cmyk_of_adobe(tmp_path: Path) -> None:
+    """Inverted CMYK, plain and as YCCK, does not come out as a negative."""
+    plain = encoded(scene().convert("CMYK"), "JPEG", quality=95)
+    assert b"Adobe" in plain
+    for data in (plain, pictures.ycck(scene())):
+        found = pictures.quarters(opened(tmp_path / "a.jpg", data))
+        assert np.abs(np.array(found) - QUARTERS).max() <= 4
+
+
+SIXTEEN = np.array([[0, 257 * 10, 257 * 200 + 200, 65535]], np.uint16)
+EIGHT = [(v, v, v) for v in (0, 10, 201, 255)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(Image.fromarray(SIXTEEN), "PNG"),
+        encoded(Image.fromarray(SIXTEEN), "TIFF"),
+        encoded(Image.fromarray(SIXTEEN), "TIFF", compression="tiff_deflate"),
+        encoded(Image.frombytes("I;16B", (4, 1), SIXTEEN.astype(">u2").tobytes()), "TIFF"),
+        b"P5 4 1 65535\n" + SIXTEEN.astype(">u2").tobytes(),
+        pictures.png(4, 1, 16, 2, [SIXTEEN.repeat(3, axis=1).astype(">u2").tobytes()]),
+    ],
+    ids=["png", "tiff", "tiff-deflate", "tiff-big-endian", "pgm", "png-rgb"],
+)
+def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path, data: bytes) -> None:
+    found = opened(tmp_path / "a.png", data)
+    assert [*map(tuple, np.asarray(found)[0].tolist())] == EIGHT
+
+
+def test_one_bit(tmp_path: Path) -> None:
+    checks = Image.new("1", (2, 1))
+    checks.putpixel((1, 0), 1)
+    assert np.asarray(opened(tmp_path / "a.png", encoded(checks, "PNG")))[0].tolist() == [[0] * 3, [255] * 3]
+
+
+def left_clear(mode: str, alpha: int = 0) -> Image.Image:
+    """The scene with its left half at an alpha."""
+    mask = Image.new("L", (64, 32), 255)
+    mask.paste(alpha, (0, 0, 32, 32))
+    picture = scene().convert(mode.rstrip("A"))
+    picture.putalpha(mask)
+    assert picture.mode == mode
+    return picture
+
+
+def red_clear() -> tuple[Image.Image, int]:
+    """The scene with a palette, and which of its colours is red."""
+    indexed = scene().convert("P", palette=Image.Palette.ADAPTIVE, colors=4)
+    return indexed, indexed.getpixel((1, 1))
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (encoded(left_clear("RGBA"), "PNG"), [WHITE, GREEN, WHITE, YELLOW]),
+        (encoded(left_clear("LA"), "PNG"), [WHITE, GREYS[1], WHITE, GREYS[3]]),
+        (encoded(left_clear("RGBA"), "TIFF"), [WHITE, GREEN, WHITE, YELLOW]),
+        (encoded(left_clear("RGBA", 51), "PNG"), [(255, 204, 204), GREEN, (204, 204, 255), YELLOW]),
+        (encoded(scene(), "PNG", transparency=RED), [WHITE, GREEN, BLUE, YELLOW]),
+        (encoded(scene().convert("L"), "PNG", transparency=29), [GREYS[0], GREYS[1], WHITE, GREYS[3]]),
+        (encoded(red_clear()[0], "PNG", transparency=red_clear()[1]), [WHITE, GREEN, BLUE, YELLOW]),
+        (encoded(red_clear()[0], "GIF", transparency=red_clear()[1]), [WHITE, GREEN, BLUE, YELLOW]),
+    ],
+    ids=["rgba", "la", "rgba-tiff", "half", "rgb-trns", "grey-trns", "palette", "gif"],
+)
+def test_what_is_transparent_shows_white(tmp_path: Path, data: bytes, wanted: list[Any]) -> None:
+    assert pictures.quarters(opened(tmp_path / "a.png", data)) == wanted
+
+
+def test_transparent_values_of_other_depths(tmp_path: Path) -> None:
+    """One grey of a picture in 16 bits, or in one, may be declared transparent too."""
+    deep = pictures.png(2, 1, 16, 0, [struct.pack(">2H", 700, 0)], [(b"tRNS", struct.pack(">H", 700))])
+    assert [*map(tuple, np.asarray(opened(tmp_path / "a.png", deep))[0].tolist())] == [WHITE, BLACK]
+    flat = pictures.png(8, 1, 1, 0, [b"\xf0"], [(b"tRNS", struct.pack(">H", 0))])
+    assert {tuple(pixel) for pixel in np.asarray(opened(tmp_path / "b.png", flat))[0].tolist()} == {WHITE}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_turned_pictures_are_upright(tmp_path: Path, format: str, orientation: int) -> None:
+    stored, exif = pictures.turned(scene(), orientation)
+    assert stored.size == ((64, 32) if orientation < 5 else (32, 64))
+    found = opened(tmp_path / "a", encoded(stored, format, exif=exif, **({"quality": 95} if format == "JPEG" else {})))
+    assert found.size == (64, 32)
+    assert np.abs(np.array(pictures.quarters(found)) - QUARTERS).max() <= 4
+
+
+def exif_with(tag: int, kind: int, value: bytes) -> bytes:
+    """EXIF data that asks for a quarter turn and has one more tag."""
+    entries = sorted([(0x0112, 3, struct.pack(">HH", 6, 0)), (tag, kind, value)])
+    body = b"".join(struct.pack(">HHI", tag, kind, 1) + value for tag, kind, value in entries)
+    return b"Exif\0\0MM\0*" + struct.pack(">IH", 8, len(entries)) + body + bytes(4)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_bad_tags_do_not_spoil_a_picture(tmp_path: Path) -> None:
+    """A width that is text: the turn asked for beside it is still made. Nonsense: no turn."""
+    stored, _ = pictures.turned(scene(), 6)
+    assert opened(tmp_path / "a.jpg", encoded(stored, "JPEG", exif=exif_with(0x0100, 2, bytes(4)))).size == (64, 32)
+    for nonsense in (b"Exif\0\0", b"Exif\0\0garbage!", b"Exif\0\0II*\0\xff\xff\xff\xff"):
+        assert opened(tmp_path / "b.jpg", encoded(stored, "JPEG", exif=nonsense)).size == (32, 64)
+
+
+@pytest.mark.parametrize("error", [OSError(), SyntaxError(), struct.error(), KeyError()])
+def test_tags_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def broken(_: Image.Image) -> None:
+        raise error
+
+    monkeypatch.setattr(Image.Image, "getexif", broken)
+    assert pictures.quarters(open_picture(scene())) == QUARTERS
+
+
+def test_uncommon_formats_are_loaded_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Pillow does, which knows five formats at first."""
+    known, data = ["BMP", "GIF", "JPEG", "PPM", "PNG"], encoded(scene(), "TIFF")
+    monkeypatch.setattr(Image, "ID", known)
+    monkeypatch.setattr(Image, "preinit", lambda: None)
+    monkeypatch.setattr(Image, "init", lambda: known.append("TIFF"))
+    assert opened(tmp_path / "a.png", encoded(scene(), "PNG")).size == (64, 32)
+    assert "TIFF" not in known
+    assert opened(tmp_path / "a.tif", data).size == (64, 32)
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_first_frame_of_an_animation(tmp_path: Path, format: str) -> None:
+    frames = [Image.new("RGB", (16, 16), colour) for colour in (RED, GREEN, BLUE)]
+    data = encoded(
+        frames[0], format, save_all=True, append_images=frames[1:], **({"lossless": True} if format == "WEBP" else {})
+    )
+    assert set(pictures.quarters(opened(tmp_path / "a", data))) == {RED}
+
+
+def test_pictures_in_memory() -> None:
+    """A PIL image is opened the same way, and is not changed."""
+    stored, exif = pictures.turned(scene(), 6)
+    given = Image.open(io.BytesIO(encoded(stored, "PNG", exif=exif)))
+    assert pictures.quarters(open_picture(given)) == QUARTERS
+    assert given.size == (32, 64)
+    mine = scene()
+    open_picture(mine).putpixel((0, 0), WHITE)
+    assert mine.getpixel((0, 0)) == RED
+    assert pictures.quarters(open_picture(left_clear("RGBA"))) == [WHITE, GREEN, WHITE, YELLOW]
+
+
+# Every kind of failure
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "TIFF", "BMP", "WEBP"])
+def test_cut_short(tmp_path: Path, format: str, share: float) -> None:
+    data = encoded(pictures.noise(0, 100, 80), format)
+    path = tmp_path / "cut.jpg"
+    path.write_bytes(data[: int(share * len(data))])
+    refused(path)
+
+
+def test_not_pictures(tmp_path: Path) -> None:
+    text, empty = tmp_path / "text.jpg", tmp_path / "empty.png"
+    text.write_text("It was a dark and stormy night. " * 50)
+    empty.touch()
+    refused(text, "not a picture of a known format")
+    refused(empty, "not a picture of a known format")
+    refused(tmp_path / "none.jpg", "no such file")
+    refused(str(tmp_path / "none.jpg"), "no such file")
+    refused(tmp_path, "folder")
+    refused(text / "inside.jpg", "cannot be read")
+    refused(tmp_path / ("x" * 300), "cannot be read")
+    refused("a\0b.jpg", "cannot be read")
+
+
+def no_permission(tmp_path: Path) -> Path:
+    path = tmp_path / "locked.png"
+    scene().save(path)
+    path.chmod(0)
+    return path
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_no_permission(tmp_path: Path) -> None:
+    refused(no_permission(tmp_path), "no permission")
+
+
+def test_no_permission_for_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(self: Path, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", locked)
+    refused(no_permission(tmp_path), "no permission")
+
+
+def test_numbers_that_are_no_colours(tmp_path: Path) -> None:
+    path = tmp_path / "depth.tif"
+    Image.fromarray(np.zeros((4, 4), np.float32)).save(path)
+    refused(path, "cannot be brought to RGB", "floating-point")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\nplane"), MemoryError(), struct.error("short"), KeyError(7)])
+def test_whatever_a_decoder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Decoders raise all kinds of errors on damaged files; none may end the reading of a thousand others."""
+
+    def broken(*_: Any) -> None:
+        raise error
+
+    path = tmp_path / "a.jpg"
+    scene().save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(JpegImagePlugin.JpegImageFile, "load", broken)
+        refused(path, "damaged or cut short")
+    if not isinstance(error, struct.error):  # which means: try another format
+        monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "_open", broken)
+        refused(path)
+
+
+SAMPLES = [
+    encoded(pictures.noise(1), "JPEG", exif=exif_with(0x010E, 2, b"abc\0")),
+    encoded(pictures.noise(1).convert("P"), "PNG", transparency=3),
+    encoded(pictures.noise(1).convert("P"), "GIF"),
+    encoded(pictures.noise(1), "TIFF"),
+    encoded(pictures.noise(1), "WEBP") if features.check("webp") else encoded(pictures.noise(1), "BMP"),
+    encoded(pictures.noise(1), "AVIF") if features.check("avif") else encoded(pictures.noise(1), "BMP"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sample=st.sampled_from(SAMPLES),
+    damage=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), min_size=1, max_size=8),
+    rest=st.integers(0, 4000),
+)
+def test_damage_is_a_picture_error_or_no_matter(
+    tmp_path: Path, sample: bytes, damage: list[tuple[int, int]], rest: int
+) -> None:
+    data = bytearray(sample)
+    for place, value in damage:
+        data[place % len(data)] = value
+    path = tmp_path / "damaged"
+    path.write_bytes(data[: max(1, len(data) - rest)] if rest < 400 else data)
+    try:
+        assert open_picture(path, max_megapixels=1).mode == "RGB"
+    except PictureError:
+        refused(path, max_megapixels=1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot count open files here")
+def test_refused_pictures_are_closed(tmp_path: Path) -> None:
+    """Also while their errors are kept, as a report at the end does."""
+    large, cut, text = tmp_path / "large.png", tmp_path / "cut.png", tmp_path / "text.png"
+    scene().save(large)
+    cut.write_bytes(encoded(pictures.noise(0), "PNG")[:-500])
+    text.write_text("no picture")
+    before, kept = len(os.listdir("/proc/self/fd")), []  # noqa: PTH208
+    for path in (large, cut, text) * 5:
+        try:
+            open_picture(path, max_megapixels=1e-3)
+        except PictureError as error:
+            kept.append(error)
+    assert len(kept) == 15
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+# Very large ones
+
+
+@pytest.fixture(scope="module")
+def hundred_megapixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("large") / "large.png"
+    path.write_bytes(pictures.black_png(10_000, 10_000))
+    return path
+
+
+@pytest.mark.parametrize("side", [9_000, 10_000, 20_000], ids=["81", "100", "400"])
+def test_large_pictures_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
+    """By their header: these files have no pixels. Pillow, which warns above 89 and fails above 179, is still."""
+    path = tmp_path / "large.png"
+    path.write_bytes(pictures.png(side, side, 1, 0, []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refused(path, f"{side * side // 10**6} megapixels", "limit of 80", "raise max_megapixels")
+
+
+def test_a_large_picture_is_accepted_when_asked(hundred_megapixels: Path) -> None:
+    refused(hundred_megapixels, "100 megapixels")
+    limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        picture = open_picture(hundred_megapixels, max_megapixels=100)
+    assert (picture.size, picture.mode, picture.getpixel((9_999, 9_999))) == ((10_000, 10_000), "RGB", BLACK)
+    assert limit == Image.MAX_IMAGE_PIXELS
+    assert filters == list(warnings.filters)
+
+
+def test_the_limit_is_exact_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (101, 1)).save(path)
+    assert open_picture(path, max_megapixels=101e-6).size == (101, 1)
+    refused(path, "0.000101 megapixels", "limit of 0.0001", max_megapixels=100e-6)
+    refused(Image.new("RGB", (101, 1)), "0.000101 megapixels", max_megapixels=100e-6)
+
+
+def test_limit_of_the_host_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow's limit is left alone, and is in nobody's way: opening, preprocessing, cropping."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    path = tmp_path / "a.png"
+    pictures.noise(0, 50, 50).save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        picture = open_picture(path)
+        assert preprocess(size=10)(picture).shape == (3, 10, 10)
+        assert preprocess(size=10).crops(picture, 20, random.Random(0)).shape == (20, 3, 10, 10)
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
+def test_pictures_of_no_use(tmp_path: Path) -> None:
+    """A strip a pixel high, resized for a model, would take gigabytes; none has nothing to see."""
+    strip = tmp_path / "strip.png"
+    Image.new("1", (50_000, 1)).save(strip)
+    refused(strip, "50000 x 1")
+    refused(Image.new("RGB", (1, 201)), "1 x 201")
+    refused(Image.new("RGB", (0, 5)), "0 x 5")
+    refused(Image.new("RGB", (0, 0)), "0 x 0")
+    assert open_picture(Image.new("RGB", (200, 1))).size == (200, 1)
+
+
+def test_the_default_report_is_a_warning() -> None:
+    with pytest.warns(SelfTPTWarning, match=r"left out a\.jpg: no such file"):
+        warn_of(PictureError("a.jpg: no such file"))
+
+
+# Preprocessing
+
+
+def preprocess(**config: Any) -> Preprocess:
+    return Preprocess.of({**vars(PreprocessCfg(size=32)), **config})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"interpolation": "bilinear"},
+        {"resize_mode": "squash", "mean": (0.5,) * 3, "std": (0.25,) * 3},
+        {"resize_mode": "longest", "fill_color": 127},
+        {"size": (24, 40)},
+    ],
+    ids=["clip", "bilinear", "squash", "longest", "oblong"],
+)
+def test_preprocessing_is_that_of_open_clip(config: dict[str, Any]) -> None:
+    ours = preprocess(**config)
+    theirs = image_transform_v2(PreprocessCfg(**{"size": 32, **config}), is_train=False)
+    for picture in (pictures.noise(0, 90, 50), pictures.noise(1, 20, 33)):
+        seen = ours(picture)
+        assert seen.dtype == torch.uint8
+        assert seen.shape == (3, *ours.size)
+        torch.testing.assert_close(ours.normalize(seen[None])[0], theirs(picture), rtol=0, atol=1e-6)
+
+
+def test_floats_are_normalised_already() -> None:
+    pixels = torch.rand(2, 3, 32, 32)
+    assert torch.equal(preprocess().normalize(pixels), pixels)
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_crops_are_those_of_torchvision(interpolation: str) -> None:
+    """At the same boxes: cut out, resized, flipped."""
+    picture, height, width = pictures.noise(0, 90, 50), 24, 40
+    found = preprocess(size=(height, width), interpolation=interpolation).crops(picture, 12, random.Random(7))
+    rng, flips = random.Random(7), 0
+    for crop in found:
+        left, upper, right, lower = random_box(90, 50, rng)
+        wanted = tv.resized_crop(
+            picture, upper, left, lower - upper, right - left, [height, width], InterpolationMode(interpolation)
+        )
+        if rng.random() < 0.5:
+            wanted, flips = tv.hflip(wanted), flips + 1
+        assert torch.equal(crop, tv.pil_to_tensor(wanted))
+    assert 0 < flips < 12
+
+
+def test_crops_are_told_by_their_seed() -> None:
+    cut, picture = preprocess(), pictures.noise(0, 90, 50)
+    first = cut.crops(picture, 4, random.Random(1))
+    assert torch.equal(first, cut.crops(picture, 4, random.Random(1)))
+    assert torch.equal(first[:2], cut.crops(picture, 2, random.Random(1)))
+    assert not torch.equal(first, cut.crops(picture, 4, random.Random(2)))
+    assert len({crop.numpy().tobytes() for crop in first}) == 4
+
+
+# Random boxes
+
+
+class Watched(random.Random):
+    """Knows whether a place was drawn, which is not done for the box of last resort."""
+
+    placed = False
+
+    def randint(self, a: int, b: int) -> int:
+        self.placed = True
+        return super().randint(a, b)
+
+
+@settings(max_examples=300, deadline=None)
+@given(width=st.integers(1, 2000), height=st.integers(1, 2000), seed=st.integers(0, 2**32))
+def test_boxes_are_inside_and_in_range(width: int, height: int, seed: int) -> None:
+    rng = Watched(seed)
+    left, upper, right, lower = random_box(width, height, rng)
+    assert 0 <= left < right <= width
+    assert 0 <= upper < lower <= height
+    if rng.placed:  # sides are rounded, by half a pixel at most
+        w, h, area = right - left, lower - upper, width * height
+        assert (w + 0.5) * (h + 0.5) >= 0.08 * area
+        assert (w - 0.5) * (h - 0.5) <= area
+        assert (w + 0.5) / (h - 0.5) >= 3 / 4
+        assert (w - 0.5) / (h + 0.5) <= 4 / 3
+
+
+class Extreme(Watched):
+    """Draws one end of every range."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(0)
+        self.end = end
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a, b)[self.end]
+
+
+def test_the_smallest_and_the_largest_box() -> None:
+    """A twelfth of the area, 3 to 4, and all of it, 4 to 3."""
+    smallest, largest = Extreme(0), Extreme(1)
+    left, upper, right, lower = random_box(400, 300, smallest)
+    assert (right - left, lower - upper) == (85, 113)  # the roots of 9600 * 3/4 and 9600 / (3/4)
+    assert random_box(400, 300, largest) == (0, 0, 400, 300)
+    assert smallest.placed
+    assert largest.placed
+
+
+def their_box(width: int, height: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:
+    blank = torch.empty(1, 1, 1).expand(1, height, width)
+    upper, left, h, w = RandomResizedCrop.get_params(blank, list(scale), [3 / 4, 4 / 3])
+    return left, upper, left + w, upper + h
+
+
+@settings(max_examples=300, deadline=None)
+@given(width=st.integers(1, 2000), height=st.integers(1, 2000))
+def test_box_of_last_resort_is_that_of_torchvision(width: int, height: int) -> None:
+    """Four times the area never fits."""
+    assert random_box(width, height, random.Random(0), (4, 4)) == their_box(width, height, (4, 4))
+
+
+@pytest.mark.parametrize("size", [(1000, 10), (7, 900), (2000, 1), (1, 1), (3, 2)])
+def test_boxes_of_very_narrow_pictures(size: tuple[int, int]) -> None:
+    """Where nothing else fits, the box of last resort is the only one."""
+    if max(size) > 100:
+        assert {random_box(*size, random.Random(seed)) for seed in range(20)} == {their_box(*size, (0.08, 1))}
+    else:
+        assert all(random_box(*size, random.Random(seed))[2] <= size[0] for seed in range(20))
+
+
+@pytest.mark.parametrize("size", [(640, 480), (300, 300), (800, 300)])
+def test_boxes_are_spread_as_those_of_torchvision(size: tuple[int, int]) -> None:
+    """Area, log aspect and centre: means and deviations of many, which vary by less than a hundredth."""
+    rng, count = random.Random(0), 4000
+    ours = np.array([random_box(*size, rng) for _ in range(count)], float)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = np.array([their_box(*size, (0.08, 1)) for _ in range(count)], float)
+
+    def told(boxes: np.ndarray) -> np.ndarray:
+        left, upper, right, lower = boxes.T
+        w, h = right - left, lower - upper
+        rows = np.stack([w * h / size[0] / size[1], np.log(w / h), (left + right) / size[0], (upper + lower) / size[1]])
+        return np.stack([rows.mean(1), rows.std(1)])
+
+    np.testing.assert_allclose(told(ours), told(theirs), atol=0.03)
+    assert abs(told(ours)[0, 1] - told(theirs)[0, 1]) < 0.02
+
+
+# Pictures in folders
+
+
+def touch(folder: Path, *names: str) -> list[Path]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return [folder / name for name in names]
+
+
+def test_pictures_of_a_folder(tmp_path: Path) -> None:
+    """All below it, sorted, of every case of suffix; neither hidden ones nor other files."""
+    wanted = touch(tmp_path, "B.JPG", "a.png", "sub/d.TIFF", "sub/deep/c.webp", "z.gif")
+    touch(tmp_path, ".hidden.jpg", ".hidden/e.jpg", "notes.txt", "sub/.thumbs/f.png", "jpg", "png.txt")
+    assert pictures_in(tmp_path) == wanted
+    assert list(find_pictures([tmp_path])) == wanted
+    assert list(find_pictures([f"{tmp_path}/"])) == wanted
+
+
+def test_files_and_folders_in_the_order_given(tmp_path: Path) -> None:
+    b, a, note = touch(tmp_path, "two/b.jpg", "one/a.jpg", "note.txt")
+    assert list(find_pictures([b.parent, note, a.parent, str(b)])) == [b, note, a, b]
+    assert list(find_pictures([])) == []
+
+
+@pytest.mark.parametrize("name", ["two words.jpg", "Über 猫🐈.jpg", "photo[1].jpg", "what?.jpg", "st*r.png", "-.jpg"])
+def test_odd_names(tmp_path: Path, name: str) -> None:
+    """A file that is there is meant, even if its name looks like a pattern."""
+    (path,) = touch(tmp_path, name)
+    touch(tmp_path, "photo1.jpg", "whats.jpg", "star.png")
+    assert list(find_pictures([path])) == [path]
+    assert list(find_pictures(["-"], io.StringIO(f"{path}\n"))) == [path]
+
+
+def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted, in whatever order the system tells them."""
+    a, b, c = touch(tmp_path, "a.jpg", "sub/b.jpg", "sub/deep/c.jpg")
+    touch(tmp_path, "d.png", ".hidden.jpg", "sub/.hid/e.jpg")
+    (tmp_path / "folder.jpg").mkdir()
+    assert list(find_pictures([f"{tmp_path}/*.jpg"])) == [a]
+    assert list(find_pictures([f"{tmp_path}/**/*.jpg"])) == [a, b, c]
+    assert list(find_pictures([f"{tmp_path}/sub/?.jpg", f"{tmp_path}/[ab].jpg"])) == [b, a]
+    monkeypatch.setattr(glob, "glob", lambda *_, **__: [str(c), str(a), str(b)])
+    assert list(find_pictures(["*.jpg"])) == [a, b, c]
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("none.jpg", "does not exist"),
+        ("none/", "does not exist"),
+        ("empty", "has no picture"),
+        ("*.gif", "no file matches"),
+        ("em*", "no file matches"),
+        ("x" * 300, "x" * 300),
+    ],
+)
+def test_places_without_pictures(tmp_path: Path, place: str, words: str) -> None:
+    """Also a pattern that only a folder matches, and a name too long to be one."""
+    touch(tmp_path, "empty/notes.txt")
+    with pytest.raises(SelfTPTError, match=words) as caught:
+        list(find_pictures([f"{tmp_path}/{place}"]))
+    assert place.rstrip("/") in str(caught.value)
+
+
+def test_listing() -> None:
+    lines = io.StringIO("a.jpg\n\n  \n my cat.jpg \r\nfolder/b.jpg")
+    assert list(find_pictures(["-"], lines)) == [Path("a.jpg"), Path(" my cat.jpg "), Path("folder/b.jpg")]
+    with pytest.raises(SelfTPTError, match="- does not exist"):
+        list(find_pictures(["-"]))
+
+
+def test_listing_is_read_as_it_comes() -> None:
+    """A path is passed on before the next line is asked for."""
+    asked = []
+
+    def lines() -> Iterator[str]:
+        for name in ("a.jpg\n", "\n", "b.jpg\n"):
+            asked.append(name)
+            yield name
+        raise AssertionError("read too far")
+
+    found = find_pictures(["-"], lines())  # type: ignore[arg-type]
+    assert next(found) == Path("a.jpg")
+    assert asked == ["a.jpg\n"]
+    assert next(found) == Path("b.jpg")
+
+
+# Labelled pictures
+
+
+def test_read_folder(tmp_path: Path) -> None:
+    """Classes and their pictures in order of name."""
+    paths = touch(tmp_path, "cat/1.jpg", "cat/2.jpg", "dog two/0.png", "Éléphant/x/y.jpg")
+    touch(tmp_path, ".git/a.jpg", "stray.jpg", "cat/notes.txt")
+    source = read_folder(tmp_path)
+    assert source.names == ("cat", "dog two", "Éléphant")
+    assert source.paths == tuple(paths)
+    assert source.labels == (0, 0, 1, 2)
+    assert read_folder(str(tmp_path)) == source
+
+
+def test_folders_that_teach_nothing(tmp_path: Path) -> None:
+    def fails(folder: Path, words: str) -> None:
+        with pytest.raises(SelfTPTError, match=words) as caught:
+            read_folder(folder)
+        assert str(folder) in str(caught.value)
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    touch(tmp_path, "one/cat/1.jpg", "one/stray.jpg", "hole/cat/1.jpg", "hole/dog/notes.txt")
+    fails(tmp_path / "none", "does not exist")
+    fails(tmp_path / "one" / "stray.jpg", "is not a folder")
+    fails(empty, "two at least; it has 0")
+    fails(tmp_path / "one", "two at least; it has 1")
+    fails(tmp_path / "hole", r"hole/dog has no picture")
+    fails(tmp_path / ("x" * 300), "cannot read the folder|does not exist")
+
+
+def test_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def locked(path: Any) -> None:
+        raise PermissionError(13, "Permission denied", os.fspath(path))
+
+    touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
+    monkeypatch.setattr(os, "scandir", locked)
+    with pytest.raises(SelfTPTError, match=r"cannot read the folder .*cat: Permission denied"):
+        pictures_in(tmp_path / "cat")
+    monkeypatch.setattr(Path, "iterdir", locked)
+    with pytest.raises(SelfTPTError, match=r"cannot read the folder .*: Permission denied"):
+        read_folder(tmp_path)
+
+
+def mixed(sizes: dict[int, int]) -> Source:
+    """Classes that take turns, in the order they are given."""
+    rows = [(place, label) for label, size in sizes.items() for place in range(size)]
+    rows.sort(key=lambda row: row[0])
+    return Source(
+        tuple("abc"), tuple(Path(f"{label}-{place}") for place, label in rows), tuple(label for _, label in rows)
+    )
+
+
+def test_few_pictures_by_the_published_rule() -> None:
+    """Checked with the module's own generator: seed, then classes in order of appearance; all where there are fewer."""
+    source = mixed({2: 6, 0: 2, 1: 5})
+    random.seed(1)
+    wanted = [
+        *random.sample([f"2-{i}" for i in range(6)], 3),
+        *["0-0", "0-1"],
+        *random.sample([f"1-{i}" for i in range(5)], 3),
+    ]
+    few = source.few(3, 1)
+    assert [str(path) for path in few.paths] == wanted
+    assert few.labels == (2, 2, 2, 0, 0, 1, 1, 1)
+    assert few.names == source.names
+    # The same lists, written down.
+    assert wanted == ["2-1", "2-4", "2-0", "0-0", "0-1", "1-2", "1-0", "1-1"]
+
+
+@given(
+    sizes=st.dictionaries(st.integers(0, 2), st.integers(1, 9), min_size=1),
+    shots=st.integers(1, 10),
+    seed=st.integers(0, 99),
+)
+def test_few_pictures_of_any_list(sizes: dict[int, int], shots: int, seed: int) -> None:
+    source = mixed(sizes)
+    few = source.few(shots, seed)
+    assert Counter(few.labels) == {label: min(size, shots) for label, size in sizes.items()}
+    assert len(set(few.paths)) == len(few.paths)
+    assert all(str(path).startswith(f"{label}-") for path, label in zip(few.paths, few.labels, strict=True))
+    state = random.getstate()
+    random.seed(seed)
+    wanted: list[Path] = []
+    for label in dict.fromkeys(source.labels):
+        items = [p for p, other in zip(source.paths, source.labels, strict=True) if other == label]
+        wanted += random.sample(items, shots) if len(items) >= shots else items
+    random.setstate(state)
+    assert list(few.paths) == wanted
+
+
+def test_all_pictures() -> None:
+    source = mixed({0: 3, 1: 4})
+    assert source.few(None, 1) is source
+
+
+# Work in threads
+
+
+def test_results_come_in_order() -> None:
+    """Though the first cannot be ready before the second."""
+    second = threading.Event()
+
+    def work(item: int) -> int:
+        if item == 0:
+            assert second.wait(60)
+        if item == 1:
+            second.set()
+        return item * item
+
+    assert list(in_threads(work, range(20), ahead=3, threads=2)) == [i * i for i in range(20)]
+    assert list(in_threads(work, [], ahead=3)) == []
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_no_more_than_asked_is_done_ahead(ahead: int) -> None:
+    drawn = consumed = most = 0
+
+    def items() -> Iterator[int]:
+        nonlocal drawn, most
+        for item in range(30):
+            drawn += 1
+            most = max(most, drawn - consumed)
+            yield item
+
+    results = in_threads(math.sqrt, items(), ahead, threads=2)
+    assert drawn == 0
+    for _ in results:
+        consumed += 1
+    assert consumed == 30
+    assert most == ahead + 1
+
+
+def test_errors_come_through() -> None:
+    """That of the work after the results before it, that of the items as well."""
+
+    def work(item: int) -> int:
+        if item == 3:
+            raise ZeroDivisionError("three")
+        return item
+
+    results = in_threads(work, range(10), ahead=2)
+    assert list(itertools.islice(results, 3)) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError, match="three"):
+        next(results)
+
+    def items() -> Iterator[int]:
+        yield 1
+        raise SelfTPTError("no more")
+
+    with pytest.raises(SelfTPTError, match="no more"):
+        list(in_threads(work, items(), ahead=2))
+
+
+def test_leaving_early_does_not_hang() -> None:
+    """Of endless items, work that was not begun is given up."""
+    begun, closed = [], threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            closed.set()
+
+    def leave() -> None:
+        results = in_threads(lambda item: begun.append(item) or item, items(), ahead=4, threads=2)
+        for item in results:
+            if item == 2:
+                break
+        results.close()
+
+    leaver = threading.Thread(target=leave, daemon=True)
+    leaver.start()
+    leaver.join(60)
+    assert not leaver.is_alive()
+    assert closed.wait(60)
+    assert len(begun) <= 3 + 4
+
+
+def test_work_that_was_not_begun_is_given_up() -> None:
+    """One thread is held by the second item: closing leaves what waits behind it."""
+    begun, held, go_on = [], threading.Event(), threading.Event()
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if item == 1:
+            held.set()
+            assert go_on.wait(60)
+        return item
+
+    results = in_threads(work, range(50), ahead=10, threads=1)
+    assert next(results) == 0
+    assert held.wait(60)
+    threading.Timer(0.2, go_on.set).start()
+    results.close()
+    assert begun == [0, 1]

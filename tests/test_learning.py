@@ -1,0 +1,282 @@
+"""Stage 1: the loop, its files, and that nothing disturbs its bits."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn
+from selftpt import features as feature_store
+from selftpt.files import read_file
+from selftpt.learning import ClassLists, RunFiles, class_tokens, learn_from_features, learning_rate
+from selftpt.settings import ContrastConfig
+from tests.folders import make_model, make_photos
+from tests.oracle import plain
+from tests.small import model, small
+
+NAMES = ("red fox", "blue whale", "kite", "old man of the sea")
+
+
+def source(count: int = 8, epochs: int = 3, dimension: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Made-up features [N, epochs, D] and labels [N]."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, epochs, dimension, generator=generator)
+    return F.normalize(features, dim=-1), torch.arange(count) % len(NAMES)
+
+
+def run(config: LearnConfig, out: Path | None = None, kind: str = "vit") -> Prompt:
+    tokens = class_tokens(model(kind), NAMES, config.length, config.contrast)
+    features, labels = source(epochs=config.epochs, dimension=model(kind).dimension)
+    return learn_from_features(model(kind), tokens, features, labels, config, out)
+
+
+def same_bits(a: Prompt, b: Prompt) -> bool:
+    return all(torch.equal(x, y) for x, y in zip((a.context, *a.head), (b.context, *b.head), strict=True))
+
+
+def test_the_rate_is_flat_in_the_first_epoch_and_then_a_cosine_over_all_epochs() -> None:
+    config = LearnConfig(epochs=10, lr=0.002, warmup_lr=1e-5)
+    assert learning_rate(0, config) == 1e-5
+    assert learning_rate(1, config) == 0.002
+    assert learning_rate(6, config) == pytest.approx(0.001)
+    assert learning_rate(9, config) == pytest.approx(0.002 * (1 + math.cos(0.8 * math.pi)) / 2)
+
+
+def test_learning_equals_a_loop_of_plain_steps() -> None:
+    """Algorithm 1 with the oracle's gradients and SGD written out."""
+    config = LearnConfig(epochs=3, batch=3, lr=0.05, warmup_lr=0.01, length=2, words="photo of")
+    tiny = small("vit", torch.float64)
+    tokens = class_tokens(tiny.model, NAMES, 2, config.contrast)
+    features, labels = source(dimension=tiny.model.dimension)
+    learned = learn_from_features(model("vit"), tokens, features, labels, config)
+
+    generator = torch.Generator().manual_seed(config.seed)
+    context = tiny.embedding[torch.tensor(tiny.encode("photo of"))].clone()
+    d = tiny.model.dimension
+    w1, w2 = torch.empty(d, d), torch.empty(128, d)
+    for weight in (w1, w2):
+        torch.nn.init.xavier_uniform_(weight, generator=generator)
+    parameters = [context, w1.double(), torch.zeros(d).double(), w2.double(), torch.zeros(128).double()]
+    momentum = [torch.zeros_like(p) for p in parameters]
+    gradients: list[Tensor] = []
+    for epoch in range(3):
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(config.seed * 100_003 + epoch))
+        for i in range(0, len(labels) - 2, 3):
+            chosen = order[i : i + 3]
+            joint = plain.joint(
+                tiny, NAMES, parameters[0], parameters[1:], features[chosen, epoch].double(), labels[chosen],
+                1 / tiny.model.scale, gradients, plain.Settings(decay=config.decay),
+            )  # fmt: skip
+            gradients.append(joint.by_ce)
+            for p, m, g in zip(parameters, momentum, [joint.prompt, *joint.head], strict=True):
+                m.mul_(0.9).add_(g + 5e-4 * p)
+                p.sub_(learning_rate(epoch, config) * m)
+    for found, wanted in zip((learned.context, *learned.head), parameters, strict=True):
+        assert (found - wanted).norm() <= 2e-4 * wanted.norm() + 1e-6
+    assert (learned.context - tiny.embedding[torch.tensor(tiny.encode("photo of"))]).norm() > 1e-2
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
+    config = LearnConfig(epochs=2)
+    first = run(config)
+    assert same_bits(first, run(config))
+    assert not same_bits(first, run(LearnConfig(epochs=2, seed=2)))
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_run_stopped_after_an_epoch_ends_with_the_same_bits(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LearnConfig(epochs=3, gm=0.5)
+    whole = tmp_path / "whole.safetensors"
+    run(config, whole)
+    out, keep = tmp_path / "stopped.safetensors", RunFiles.keep
+
+    def stop(self: RunFiles, state: object, epochs: int, *rest: object) -> None:
+        keep(self, state, epochs, *rest)  # type: ignore[arg-type]
+        if epochs == after:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFiles, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out)
+    assert not out.exists()
+    assert Path(f"{out}.checkpoint").exists()
+    monkeypatch.setattr(RunFiles, "keep", keep)
+    run(config, out)
+    assert out.read_bytes() == whole.read_bytes()
+    assert Path(f"{out}.log.jsonl").read_text() == Path(f"{whole}.log.jsonl").read_text()
+    assert not Path(f"{out}.checkpoint").exists()
+
+
+def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, finish = tmp_path / "p.safetensors", RunFiles.finish
+
+    def stop(self: RunFiles, prompt: Prompt) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFiles, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(LearnConfig(epochs=2, lr=0.1), out)
+    monkeypatch.setattr(RunFiles, "finish", finish)
+    assert same_bits(run(LearnConfig(epochs=2, lr=0.2), out), run(LearnConfig(epochs=2, lr=0.2)))
+
+
+SCRIPT = """
+import sys, torch, selftpt
+torch.set_num_threads(1)
+model = selftpt.load_model(sys.argv[1], device="cpu")
+selftpt.learn(model, sys.argv[2], selftpt.LearnConfig(epochs=40, batch=2), out=sys.argv[3])
+"""
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """kill -9 while features are computed or prompts are learned, several times over."""
+    folder, photos = make_model(tmp_path / "model"), make_photos(tmp_path / "photos")
+
+    def start(out: Path, cache: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", SCRIPT, str(folder), str(photos), str(out)]
+        return subprocess.Popen(command, env={**os.environ, "SELFTPT_CACHE": str(cache)})
+
+    whole, out = tmp_path / "whole.safetensors", tmp_path / "killed.safetensors"
+    undisturbed = start(whole, tmp_path / "cache 1")
+    killed = start(out, tmp_path / "cache 2")
+    signs = [lambda: any((tmp_path / "cache 2").rglob("*.safetensors")), Path(f"{out}.checkpoint").exists]
+    for sign in signs:
+        while killed.poll() is None and not sign():
+            time.sleep(0.005)
+        killed.send_signal(signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL, "it must not end before it is killed"
+        killed = start(out, tmp_path / "cache 2")
+    assert killed.wait() == 0
+    assert undisturbed.wait() == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
+
+
+def test_the_log_tells_every_step(tmp_path: Path) -> None:
+    out = tmp_path / "p.safetensors"
+    config = LearnConfig(epochs=2, batch=3)
+    run(config, out)
+    lines = [json.loads(line) for line in Path(f"{out}.log.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["step"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [line["lr"] for line in lines] == [1e-5, 1e-5, 0.002, 0.002]
+    assert all({"ce", "cpt", "gm", "cosine"} <= line.keys() for line in lines)
+    assert all(line["meaningless"] for line in lines)
+    first = lines[0]
+    assert first["gm"] == pytest.approx(1 - first["cosine"], abs=1e-5)  # at the first step the average is the gradient
+
+
+def test_each_loss_can_be_left_out(tmp_path: Path) -> None:
+    alone = run(LearnConfig(epochs=2, lr=0.1, cpt=0, gm=0, weight_decay=0), tmp_path / "ce")
+    untouched = run(LearnConfig(epochs=1, warmup_lr=1e-30, weight_decay=0))
+    assert all(torch.allclose(a, b, atol=1e-20) for a, b in zip(alone.head, untouched.head, strict=True))
+    assert not torch.equal(alone.context, untouched.context)
+    assert "cpt" not in json.loads(Path(f"{tmp_path / 'ce'}.log.jsonl").read_text().splitlines()[0])
+    contexts = [
+        run(LearnConfig(epochs=2, lr=0.1, **weights)).context for weights in ({"gm": 0}, {"ce": 0}, {"cpt": 0}, {})
+    ]
+    for i, a in enumerate(contexts):
+        assert all(not torch.equal(a, b) for b in contexts[i + 1 :])
+
+
+def test_a_drawn_class_list_has_the_batch_s_own_classes_and_no_other_twice() -> None:
+    config = LearnConfig(classes_per_step=3)
+    tokens = class_tokens(model(), NAMES, 4, config.contrast)
+    lists = ClassLists(model(), tokens, config)
+    drawn = set()
+    for step in range(20):
+        task, labels = lists.draw([2, 0, 2], f"{step}")
+        assert labels.tolist() == [1, 0, 1]  # 0 and 2 come first, in order
+        features = task.encoder(torch.zeros(4, model().text.width))
+        assert features.shape[1] == 3
+        assert task.hand is not None
+        assert torch.allclose(task.hand[:2], lists.hand[torch.tensor([0, 2])])  # type: ignore[index]
+        drawn.add(next(i for i in (1, 3) if torch.equal(task.hand[2], lists.hand[i])))  # type: ignore[index]
+    assert drawn == {1, 3}
+
+
+def test_drawing_all_classes_learns_what_not_drawing_learns(tmp_path: Path) -> None:
+    drawn, whole = run(LearnConfig(epochs=2, classes_per_step=4)), run(LearnConfig(epochs=2))
+    assert torch.allclose(drawn.context, whole.context, atol=1e-5)
+    few = run(LearnConfig(epochs=2, classes_per_step=2), tmp_path / "few")
+    assert not torch.allclose(few.context, whole.context, atol=1e-5)
+    assert read_file(tmp_path / "few")[0]["origin"]["settings"]["classes_per_step"] == 2
+
+
+def test_learning_from_a_folder_reads_no_picture_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos, seen = make_photos(tmp_path / "photos"), []
+    opener = feature_store.open_picture
+    monkeypatch.setattr(feature_store, "open_picture", lambda path, *a: seen.append(path) or opener(path, *a))
+    prompt = learn(model(), photos, LearnConfig(epochs=2, shots=2), out=tmp_path / "a")
+    assert len(seen) == 6
+    assert prompt.origin["pictures"] == 6
+    assert prompt.origin["classes"] == ["blue whale", "kite", "red fox"]
+    other = learn(model(), photos, LearnConfig(epochs=2, shots=2, lr=0.1))
+    assert len(seen) == 6
+    assert not torch.equal(prompt.context, other.context)
+    assert Prompt.load(tmp_path / "a").digest == prompt.digest
+
+
+def test_a_bad_picture_is_reported_and_left_out_but_not_a_whole_class(tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos")
+    (photos / "kite" / "0.png").write_text("not a picture")
+    with pytest.warns(SelfTPTWarning, match=r"left out .*kite/0.png"):
+        assert learn(model(), photos, LearnConfig(epochs=1)).origin["pictures"] == 8
+    for i in range(3):
+        (photos / "kite" / f"{i}.png").write_text("not a picture")
+    with pytest.raises(SelfTPTError, match="'kite' has no picture that can be read"):
+        learn(model(), photos, LearnConfig(epochs=1), on_error=lambda error: None)
+
+
+def test_losses_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SelfTPTError, match="lower the rate"):
+        run(LearnConfig(epochs=3, lr=1e30, warmup_lr=1e30), tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SelfTPTError, match="cannot write"):
+        learn(model(), tmp_path / "nowhere", out=tmp_path / "file" / "p.safetensors")
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_the_context_starts_from_the_last_words_and_drawn_vectors_before_them(length: int) -> None:
+    config = LearnConfig(length=length, epochs=1, warmup_lr=1e-30, weight_decay=0, momentum=0)
+    words = model().text.words("a photo of a")
+    context = run(config).context
+    assert torch.equal(context[-4:], words[-length:])
+    if length > 4:
+        assert context[: length - 4].std() == pytest.approx(0.02, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"length": 0}, {"epochs": 0}, {"batch": -1}, {"lr": 0}, {"momentum": 1.0}, {"decay": -0.1}, {"matching": "dot"},
+     {"ce": 0, "cpt": 0, "gm": 0}, {"classes_per_step": 1}, {"shots": 0}, {"chunk": 0}, {"lr": math.nan}],
+)  # fmt: skip
+def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(SelfTPTError):
+        LearnConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"views": ("end",)}, {"views": ("end", "end")}, {"views": ("end", "back")}, {"temperature": 0},
+     {"reduction": "max"}, {"template": "a photo"}, {"template": "{} {}"}],
+)  # fmt: skip
+def test_wrong_contrasts_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(SelfTPTError):
+        ContrastConfig(**wrong)  # type: ignore[arg-type]

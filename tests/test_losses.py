@@ -1,0 +1,185 @@
+"""The losses equal the paper's equations, written out as loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selftpt.losses import Head, cosine, cpt, cross_entropy, gradient_matching, moving_average, project
+from tests.oracle import plain
+from tests.small import relative
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def first_equal(keys: Sequence[int]) -> Tensor:
+    return torch.tensor([list(keys).index(key) for key in keys])
+
+
+def derivatives(loss_of, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, gradient and the second derivative along a fixed direction."""
+    z = z.clone().requires_grad_()
+    loss = loss_of(z)
+    (first,) = torch.autograd.grad(loss, z, create_graph=True)
+    (second,) = torch.autograd.grad((first * drawn(*z.shape, seed=99, dtype=z.dtype)).sum(), z)
+    return loss.detach(), first.detach(), second
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    views=st.integers(2, 4),
+    keys=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    temperature=st.sampled_from([0.05, 0.07, 0.5, 2.0]),
+    apart=st.booleans(),
+    reduction=st.sampled_from(["mean", "sum"]),
+    unit=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@example(views=4, keys=[0, 1, 2], temperature=0.07, apart=False, reduction="sum", unit=True, seed=0)
+@example(views=4, keys=[0, 1, 0, 0], temperature=0.07, apart=False, reduction="mean", unit=True, seed=0)
+def test_cpt(
+    views: int, keys: list[int], temperature: float, apart: bool, reduction: str, unit: bool, seed: int
+) -> None:
+    z = drawn(views, len(keys), 5, seed=seed)
+    z = torch.nn.functional.normalize(z, dim=-1) if unit else 0.4 * z
+
+    def loop(z: Tensor) -> Tensor:
+        return plain.cpt(list(z.flatten(0, 1)), views, temperature, None if apart else keys, reduction)
+
+    same = None if apart else first_equal(keys)
+    found = derivatives(lambda z: cpt(z, same, temperature, reduction), z)
+    wanted = derivatives(loop, z)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).norm() <= 1e-9 * max(1.0, other.norm().item())
+
+
+def test_cpt_by_hand() -> None:
+    """Two views of two classes, numbers that fit on a page."""
+    a, b, c, d = 1.0, 2.0, 3.0, 4.0  # views of one feature: class 1 is a and c, class 2 is b and d
+    e = math.exp
+    terms = [
+        e(a * c) / (e(a * b) + e(a * c) + e(a * d)),
+        e(b * d) / (e(b * a) + e(b * c) + e(b * d)),
+        e(c * a) / (e(c * a) + e(c * b) + e(c * d)),
+        e(d * b) / (e(d * a) + e(d * b) + e(d * c)),
+    ]
+    z = torch.tensor([[[a], [b]], [[c], [d]]], dtype=torch.float64)
+    assert cpt(z, temperature=1.0, reduction="sum").item() == pytest.approx(-sum(map(math.log, terms)), rel=1e-12)
+    assert cpt(z, temperature=1.0).item() == pytest.approx(-sum(map(math.log, terms)) / 4, rel=1e-12)
+
+
+def test_cpt_sums_positives_inside_the_logarithm() -> None:
+    z = torch.nn.functional.normalize(drawn(4, 3, 5), dim=-1)
+    flat = z.flatten(0, 1)
+    outside = 0.0
+    for i, (positives, denominator) in enumerate(plain.index_sets(4, 3, None)):
+        below = torch.stack([flat[i] @ flat[j] / 0.07 for j in denominator]).logsumexp(0)
+        outside -= sum((flat[i] @ flat[j] / 0.07 - below).item() for j in positives) / len(positives)
+    assert abs(cpt(z, reduction="sum").item() - outside) > 0.1
+
+
+def test_cpt_of_one_class_or_of_equal_classes_is_zero() -> None:
+    assert cpt(drawn(4, 1, 5)).item() == pytest.approx(0, abs=1e-12)
+    assert cpt(drawn(4, 3, 5), torch.zeros(3, dtype=torch.long)).item() == pytest.approx(0, abs=1e-12)
+    assert cpt(drawn(4, 3, 5)).item() > 0.1
+
+
+@pytest.mark.parametrize("held", [1, 20, 60, 150, 399, 400])
+@pytest.mark.parametrize("equal", [False, True])
+def test_cpt_in_blocks_of_rows(held: int, equal: bool) -> None:
+    """Value, gradient and second derivative are those of one block: here 20 rows of 20 similarities."""
+    z = torch.nn.functional.normalize(drawn(4, 5, 6), dim=-1)
+    same = torch.tensor([0, 1, 0, 3, 1]) if equal else None
+    found = derivatives(lambda z: cpt(z, same, held=held), z)
+    wanted = derivatives(lambda z: cpt(z, same), z)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative(one, other) < 1e-12
+        assert other.norm() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 30.0, 1e3, 1e5])
+@pytest.mark.parametrize("temperature", [0.001, 0.07, 100.0])
+@pytest.mark.parametrize("held", [1 << 22, 60])
+def test_cpt_does_not_overflow(size: float, temperature: float, dtype: torch.dtype, held: int) -> None:
+    z = (size * drawn(3, 4, 5, seed=3)).to(dtype)
+    same = torch.tensor([0, 1, 0, 3])
+    value, first, second = derivatives(lambda z: cpt(z, same, temperature, "sum", held), z)
+    wanted = plain.cpt_in_decimal(z.flatten(0, 1).tolist(), 3, temperature, same.tolist())
+    # what is subtracted is as large as the largest similarity, and rounding with it
+    largest = (z.double().flatten(0, 1).square().sum(-1).max() / temperature).item()
+    rounding = 20 * torch.finfo(dtype).eps * max(1.0, largest)
+    assert value.item() == pytest.approx(wanted, rel=1e-6 if dtype == torch.float32 else 1e-12, abs=rounding)
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    labels=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    scale=st.sampled_from([1.0, 14.3, 100.0]),
+    length=st.sampled_from([1e-3, 1.0, 1e3]),
+)
+def test_cross_entropy(labels: list[int], scale: float, length: float) -> None:
+    images = torch.nn.functional.normalize(drawn(len(labels), 6, seed=1), dim=-1)
+    classes, target = length * drawn(4, 6, seed=2), torch.tensor(labels)
+    found = derivatives(lambda w: cross_entropy(images, w, target, scale), classes)
+    wanted = derivatives(lambda w: plain.cross_entropy(images, w, target, 1 / scale), classes)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative(one, other) < 1e-9
+
+
+def test_cross_entropy_of_certainty_is_finite() -> None:
+    images = torch.eye(3)
+    loss = cross_entropy(images, images, torch.tensor([1, 2, 0]), 1000.0)
+    assert loss.item() == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_project(normalize: bool) -> None:
+    head = Head(drawn(7, 6, seed=1), drawn(7, seed=2), drawn(4, 7, seed=3), drawn(4, seed=4))
+    features = drawn(3, 5, 6)
+    found = project(features, head, normalize)
+    wanted = torch.stack([plain.head(x, head, normalize) for x in features.flatten(0, 1)]).unflatten(0, (3, 5))
+    assert relative(found, wanted) < 1e-12
+    units = found.norm(dim=-1)
+    assert torch.allclose(units, torch.ones_like(units)) is normalize
+
+
+@settings(max_examples=20, deadline=None)
+@given(count=st.integers(1, 7), decay=st.sampled_from([0.0, 0.5, 0.9, 0.99]))
+def test_moving_average(count: int, decay: float) -> None:
+    gradients = [drawn(4, 3, seed=seed) for seed in range(count)]
+    average = None
+    for gradient in gradients:
+        average = moving_average(average, gradient, decay)
+    assert relative(average, plain.moving_average(gradients, decay)) < 1e-12
+    if decay == 0:
+        assert torch.equal(average, gradients[-1])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "mse"])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_gradient_matching(kind: str, size: float) -> None:
+    target, gradient = drawn(4, 3, seed=1), size * drawn(4, 3, seed=2)
+    found = derivatives(lambda g: gradient_matching(target, g, kind), gradient)
+    wanted = derivatives(lambda g: plain.gradient_matching(target, g, kind), gradient)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative(one, other) < 1e-9
+
+
+def test_cosine() -> None:
+    a, b = drawn(4, 3, seed=1), drawn(4, 3, seed=2)
+    assert cosine(a, b).item() == pytest.approx(plain.cosine(a, b).item(), rel=1e-12)
+    assert cosine(a, 3 * a).item() == pytest.approx(1)
+    assert cosine(a, -a).item() == pytest.approx(-1)
+    assert gradient_matching(a, -a).item() == pytest.approx(2)
+    assert gradient_matching(a, a + 2, "mse").item() == pytest.approx(4)

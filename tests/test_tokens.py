@@ -1,0 +1,272 @@
+"""Class names to token ids: what is folded, what is equal, what is refused, and what stands around a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+
+from selftpt.errors import SelfTPTError
+from selftpt.tokens import Tokenizer, clean_name, tokenize
+from tests.small import KINDS, Frame, Pieces, PiecesTokenizer, name_of, small
+
+OPEN_CLIP = SimpleTokenizer()
+CLIP = Tokenizer(OPEN_CLIP, 77)
+
+
+# What stands around a sentence
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frame(kind: str) -> None:
+    model = small(kind)
+    found, frame = model.model.text.tokenizer, model.spec.frame
+    assert found.start == frame.start
+    assert found.end == (frame.end,)
+    assert found.pad == frame.pad
+    assert found.context == model.context
+    for text in ("cat", "a photo of a red kite.", name_of(20)):
+        assert found.encode(text) == model.encode(text)
+        assert found.sentence(found.encode(text)) == model.tokenizer([text])[0].tolist()
+
+
+def test_frame_of_clip_by_its_numbers() -> None:
+    assert CLIP.sentence(CLIP.encode("a cat")) == [49406, 320, 2368, 49407] + [0] * 73
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40))
+def test_sentence_of_any_text(text: str) -> None:
+    ids = CLIP.encode(text)
+    if len(ids) <= 75:
+        assert CLIP.sentence(ids) == OPEN_CLIP([text])[0].tolist()
+
+
+class Odd:
+    """A tokenizer of a kind nobody has seen: `make` puts the sentence together."""
+
+    context_length = 20
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def encode(self, text: str) -> list[int]:
+        return [10 + len(word) for word in text.split()]
+
+    def __call__(self, texts: list[str], context_length: int = 20) -> torch.Tensor:
+        return torch.tensor([self._make(self.encode(text), context_length) for text in texts])
+
+
+def filled(ids: list[int], context: int, pad: int = 0) -> list[int]:
+    return ids + [pad] * (context - len(ids))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids, n: filled([1, *ids, 2, 3], n),  # two tokens at the end
+        lambda ids, n: [0] * (n - len(ids) - 1) + [*ids, 2],  # padding first
+        lambda ids, n: [0] * (n - len(ids)) + ids,  # padding first, and no end
+        lambda ids, n: [*filled([1, *ids, 2], n - 1), 9],  # a class token after the padding
+        lambda ids, n: filled([1, *ids[::-1], 2], n),  # backwards
+        lambda ids, n: filled([1, *(2 * i for i in ids), 2], n),  # not the tokens of the words
+        lambda ids, n: filled([1, *[i for w in ids for i in (w, 5)], 2], n),  # something between the words
+    ],
+)
+def test_frame_not_understood(make: Any) -> None:
+    with pytest.raises(SelfTPTError, match="tokenizer Odd"):
+        Tokenizer(Odd(make), 20)
+
+
+def test_frame_understood() -> None:
+    """The same tokenizer with nothing odd about it."""
+    found = Tokenizer(Odd(lambda ids, n: filled([1, 4, *ids, 2], n)), 20)
+    assert (found.start, found.end, found.pad) == ((1, 4), (2,), 0)
+
+
+def test_no_token_for_a_common_word() -> None:
+    class Deaf(Odd):
+        def encode(self, text: str) -> list[int]:  # noqa: ARG002
+            return []
+
+    with pytest.raises(SelfTPTError, match="Deaf"):
+        Tokenizer(Deaf(lambda ids, n: filled([1, *ids, 2], n)), 20)
+
+
+def test_frames_of_open_clip_not_understood() -> None:
+    pieces = Pieces(Frame((2,), 3, 0), {})
+    with pytest.raises(SelfTPTError, match="frames sentences in an unknown way"):
+        Tokenizer(PiecesTokenizer(pieces, 77, mode="clips"), 77)
+    with pytest.raises(SelfTPTError, match="frames sentences in an unknown way"):
+        Tokenizer(PiecesTokenizer(Pieces(Frame((2,), 3, 0), {}, left=True), 77), 77)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> HFTokenizer:
+    """A tokenizer of transformers as open_clip loads it: lower case words, [CLS] and [SEP]."""
+    import transformers
+    from tokenizers import Tokenizer as Whole
+    from tokenizers import models, normalizers, pre_tokenizers, processors
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "photo", "of", "cat", "dog", "."]
+    whole = Whole(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    whole.normalizer = normalizers.Lowercase()
+    whole.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    whole.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    marks = {f"{mark.strip('[]').lower()}_token": mark for mark in vocabulary[:4]}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **marks).save_pretrained(tmp_path)
+    return HFTokenizer(str(tmp_path), context_length=12)
+
+
+def test_tokenizer_of_transformers(words: HFTokenizer) -> None:
+    found = Tokenizer(words, 12)
+    assert (found.start, found.end, found.pad) == ((2,), (3,), 0)
+    tokens = tokenize(["Cat", "dog", "cat", "weasel"], found, 5)
+    assert tokens.ids == ((7,), (8,), (7,), (1,))
+    assert tokens.same.tolist() == [0, 1, 0, 3]
+    for mark in ("[SEP]", "cat [CLS]", "[PAD] dog"):
+        with pytest.raises(SelfTPTError, match="keeps for itself"):
+            tokenize(["cat", mark], found, 5)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("cat", "cat"),
+        ("red_kite", "red kite"),
+        ("__red__kite__", "red kite"),
+        ("  red \t kite\n", "red kite"),
+        ("red\u00a0kite\u3000bird", "red kite bird"),
+        ("Kite (bird_of_prey)", "Kite (bird of prey)"),
+        ("café", "café"),
+        ("", ""),
+        ("_ _", ""),
+    ],
+)
+def test_clean_name(name: str, clean: str) -> None:
+    assert clean_name(name) == clean
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip", "clipa", "bert", "roberta"])
+def test_equal_names(kind: str) -> None:
+    model = small(kind)
+    names = ["Cat", "red_kite", "dog", "cat", "red  Kite", "cats", "CAT", "red kite "]
+    tokens = tokenize(names, model.model.text.tokenizer, 20)
+    assert tokens.names == ("Cat", "red kite", "dog", "cat", "red Kite", "cats", "CAT", "red kite")
+    assert tokens.same.tolist() == [0, 1, 2, 0, 1, 5, 0, 1]
+    assert tokens.repeated == ["Cat", "red kite"]
+    assert len(tokens) == len(names)
+    assert [list(ids) for ids in tokens.ids] == [model.encode(name) for name in tokens.names]
+
+
+def test_no_equal_names() -> None:
+    tokens = tokenize(["cat", "dog"], CLIP, 20)
+    assert tokens.same.tolist() == [0, 1]
+    assert tokens.repeated == []
+
+
+def test_letters_of_all_kinds() -> None:
+    """The ids are those that open_clip's tokenizer writes for the name alone; equal letters written apart are equal."""
+    names = ["café", "猫", "🐱", "Ελλάδα", "rock'n'roll", "a & b", "747-400", "naïve", "cafe\u0301"]
+    tokens = tokenize(names, CLIP, 20)
+    for name, ids in zip(names, tokens.ids, strict=True):
+        assert OPEN_CLIP([name])[0, 1 : len(ids) + 2].tolist() == [*ids, 49407]
+    assert tokens.same.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+
+
+def test_a_bracket_stays_apart_from_the_full_stop() -> None:
+    tokens = tokenize(["kite (bird of prey)"], CLIP, 20)
+    bracket, stop = CLIP.encode(")")[0], CLIP.encode(".")[0]
+    assert tokens.ids[0][-1] == bracket
+    assert CLIP.encode("kite (bird of prey).")[-1] not in (bracket, stop)  # where the tokenizer would join them
+    assert CLIP.sentence([*tokens.ids[0], *CLIP.encode(".")])[6:10] == [bracket, stop, 49407, 0]
+
+
+@pytest.mark.parametrize("name", ["", "   ", "_", " _ _ ", "\t\n"])
+def test_empty_name(name: str) -> None:
+    with pytest.raises(SelfTPTError, match="class name 2 of 3 is empty"):
+        tokenize(["cat", name, "dog"], CLIP, 20)
+
+
+def test_no_names() -> None:
+    with pytest.raises(SelfTPTError, match="no class names"):
+        tokenize([], CLIP, 20)
+
+
+def test_too_long() -> None:
+    assert len(tokenize([name_of(20)], CLIP, 20).ids[0]) == 20
+    with pytest.raises(SelfTPTError, match=r"too long: 21 tokens, .* room for 20") as refused:
+        tokenize(["cat", name_of(21)], CLIP, 20)
+    assert name_of(21)[:40] in str(refused.value)
+    with pytest.raises(SelfTPTError, match="too long: 300 tokens") as refused:
+        tokenize([name_of(300)], CLIP, 60)
+    assert len(str(refused.value)) < 200
+
+
+def test_no_token() -> None:
+    """SigLIP's tokenizer drops all punctuation."""
+    tokenizer = small("siglip").model.text.tokenizer
+    with pytest.raises(SelfTPTError, match=r"'\?!' has no token"):
+        tokenize(["cat", "?!"], tokenizer, 20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("vit", "<end_of_text>"),
+        ("vit", "<start_of_text>"),
+        ("vit", "a <END_of_text> cat"),
+        ("vit", "&lt;end&#95;of&#95;text&gt;"),
+        ("bert", "[SEP]"),
+        ("bert", "cat [CLS]"),
+        ("bert", "[PAD] cat"),
+        ("clipa", "cat [SEP]"),
+        ("clipa", "[PAD]"),
+        ("roberta", "</s>"),
+        ("roberta", "cat <pad>"),
+    ],
+)
+def test_marks_of_the_tokenizer(kind: str, name: str) -> None:
+    with pytest.raises(SelfTPTError, match="keeps for itself") as refused:
+        tokenize(["cat", name], small(kind).model.text.tokenizer, 20)
+    assert repr(name) in str(refused.value)
+
+
+def test_marks_inside_words_are_no_marks() -> None:
+    names = ["end of text", "<end of text>", "! cat", "[sep] of a cat"]
+    assert len(tokenize(names, CLIP, 20)) == 4
+
+
+def test_subset() -> None:
+    tokens = tokenize(["cat", "dog", "Cat", "red_kite", "DOG", "cat"], CLIP, 20)
+    some = tokens.subset([5, 4, 3, 2, 1])
+    assert some.names == ("cat", "DOG", "red kite", "Cat", "dog")
+    assert some.ids == tuple(tokens.ids[i] for i in (5, 4, 3, 2, 1))
+    assert some.same.tolist() == [0, 1, 2, 0, 1]
+    assert some.repeated == ["cat", "DOG"]
+    assert tokens.subset([3, 1]).repeated == []
+    assert tokens.subset(range(6)).same.tolist() == tokens.same.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(names=st.lists(st.text(max_size=12), min_size=1, max_size=6), room=st.integers(1, 12))
+def test_any_names(names: list[str], room: int) -> None:
+    """Whatever is typed is taken or refused in words; what is taken fits, and equal means equal tokens."""
+    try:
+        tokens = tokenize(names, CLIP, room)
+    except SelfTPTError:
+        return
+    for i, ids in enumerate(tokens.ids):
+        assert 1 <= len(ids) <= room
+        assert not {49406, 49407} & set(ids)
+        assert int(tokens.same[i]) == tokens.ids.index(ids)

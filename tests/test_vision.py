@@ -1,0 +1,172 @@
+"""The image tower and the preprocessing before it equal open_clip's own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import QuickGELU, VisionTransformer
+from PIL import Image
+from torch import Tensor
+
+from selftpt.images import Preprocess
+from selftpt.models import Model
+from selftpt.vision import ImageTower
+from tests.small import KINDS, SPECS, _perturb, relative, small
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Coarse blobs, so that resizing matters and no pixel is like its neighbour."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8))
+    fine = rng.integers(-20, 20, (height, width, 3))
+    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BILINEAR)).astype(int)
+    return Image.fromarray((smooth + fine).clip(0, 255).astype(np.uint8))
+
+
+def pixels_of(kind: str, count: int = 3, dtype: torch.dtype = torch.float32) -> Tensor:
+    size = SPECS[kind].vision["image_size"]
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tower_of_every_kind(kind: str) -> None:
+    model = small(kind)
+    tower, pixels = model.model.image, pixels_of(kind)
+    assert tower.short is SPECS[kind].short_image
+    with torch.no_grad():
+        found, wanted = tower(pixels), model.clip.encode_image(pixels)
+    assert relative(found, wanted) < 1e-5
+    assert relative(found[0], found[1]) > 1e-4  # it is not deaf
+    assert relative(tower(pixels[:1]), wanted[:1]) < 1e-5
+
+
+VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "plain": (True, {}),
+    "quick": (True, {"act_layer": QuickGELU}),
+    "layer scale": (True, {"ls_init_value": 0.3}),
+    "no first norm": (True, {"no_ln_pre": True}),
+    "norm after pooling": (True, {"final_ln_after_pool": True}),
+    "fixed positions": (True, {"pos_embed_type": "sin_cos_2d"}),
+    "wide": (True, {"image_size": (16, 40)}),
+    "tokens too": (True, {"output_tokens": True}),
+    "dropped patches": (True, {"patch_dropout": 0.5}),
+    "qk norm": (True, {"qk_norm": True}),
+    "scaled": (True, {"scale_heads": True, "scale_attn_inner": True, "scale_attn": True, "scale_fc": True}),
+    "one layer": (True, {"layers": 1}),
+    "mean": (False, {"pool_type": "avg"}),
+    "mean, norm after": (False, {"pool_type": "avg", "final_ln_after_pool": True}),
+    "attention pool": (False, {"attentional_pool": True, "attn_pooler_heads": 4, "attn_pooler_queries": 5}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tower_of_every_vit(variant: str, dtype: torch.dtype) -> None:
+    short, arguments = VARIANTS[variant]
+    settings = {
+        "image_size": 32,
+        "patch_size": 8,
+        "width": 32,
+        "layers": 3,
+        "heads": 4,
+        "mlp_ratio": 2.0,
+        "output_dim": 24,
+        **arguments,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        visual = VisionTransformer(**settings).eval().requires_grad_(False)
+    _perturb(visual, torch.Generator().manual_seed(1))
+    visual.to(dtype)
+
+    def encode_image(pixels: Tensor) -> Tensor:
+        out = visual(pixels)
+        return out[0] if visual.output_tokens else out
+
+    tower = ImageTower(SimpleNamespace(visual=visual, encode_image=encode_image))
+    assert tower.short is short
+    size = settings["image_size"]
+    pixels = torch.randn(3, 3, *(size if isinstance(size, tuple) else (size, size)), dtype=dtype)
+    assert relative(tower(pixels), encode_image(pixels)) < (1e-5 if dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_images(kind: str) -> None:
+    """From a picture to a unit vector as open_clip does it, by bytes or by floats."""
+    model = small(kind)
+    transform = image_transform_v2(PreprocessCfg(**model.clip.visual.preprocess_cfg), is_train=False)
+    pictures = [picture(90, 70), picture(70, 200, seed=1)]
+    floats = torch.stack([transform(p) for p in pictures])
+    bytes_ = torch.stack([model.model.preprocess(p) for p in pictures])
+    assert bytes_.dtype == torch.uint8
+    with torch.no_grad():
+        wanted = F.normalize(model.clip.encode_image(floats), dim=-1)
+    for pixels in (floats, bytes_):
+        found = model.model.encode_images(pixels)
+        assert found.shape == (2, model.spec.dimension)
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.norm(dim=-1), torch.ones(2), atol=1e-6)
+        assert not found.is_inference()
+        assert relative(found, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "resnet"])
+def test_lower_precision(kind: str) -> None:
+    """In fp16 the features are near those in fp32, and still come as fp32 unit vectors."""
+    exact = small(kind).model
+    fresh = small.__wrapped__(kind)  # a copy of its own: its image tower is cast
+    model = Model(fresh.clip, fresh.tokenizer, exact.id, exact.dimension, "cpu", "fp16")
+    pixels = pixels_of(kind)
+    found = model.encode_images(pixels)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.norm(dim=-1), torch.ones(len(pixels)), atol=1e-6)
+    wanted = exact.encode_images(pixels)
+    assert (found * wanted).sum(-1).min() > 0.99
+    assert not torch.equal(found, wanted)
+    assert next(model.text.clip.transformer.parameters()).dtype == torch.float32
+
+
+CONFIGS = [
+    PreprocessCfg(size=size, resize_mode=mode, interpolation=interpolation, fill_color=fill)
+    for size in (32, (32, 32), (24, 40))
+    for mode in ("shortest", "longest", "squash")
+    for interpolation in ("bicubic", "bilinear")
+    for fill in (0, 128)
+    if fill == 0 or mode == "longest"
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.size}-{c.resize_mode}-{c.interpolation}-{c.fill_color}")
+def test_preprocess(config: PreprocessCfg) -> None:
+    wanted = image_transform_v2(config, is_train=False)
+    preprocess = Preprocess.of(asdict(config))
+    height, width = config.size if isinstance(config.size, tuple) else (config.size, config.size)
+    assert preprocess.size == (height, width)
+    for shape in [(100, 60), (60, 100), (32, 32), (7, 5), (33, 200), (4, 50)]:
+        pixels = preprocess(picture(*shape))
+        assert pixels.dtype == torch.uint8
+        assert pixels.shape == (3, height, width)
+        found = preprocess.normalize(pixels[None])[0]
+        assert torch.allclose(found, wanted(picture(*shape)), rtol=1e-6, atol=1e-6)
+
+
+def test_preprocess_with_other_mean() -> None:
+    config = PreprocessCfg(size=16, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    preprocess = Preprocess.of(asdict(config))
+    found = preprocess.normalize(preprocess(picture(40, 30))[None])[0]
+    assert torch.allclose(found, image_transform_v2(config, is_train=False)(picture(40, 30)), atol=1e-6)
+    white = preprocess.normalize(torch.full((1, 3, 16, 16), 255, dtype=torch.uint8))[0, :, 0, 0]
+    assert white.tolist() == pytest.approx([0.9 / 0.4, 0.8 / 0.5, 0.7 / 0.6], rel=1e-6)
+
+
+def test_floats_are_normalized_already() -> None:
+    preprocess = Preprocess.of(asdict(PreprocessCfg(size=16)))
+    floats = torch.randn(2, 3, 16, 16)
+    assert torch.equal(preprocess.normalize(floats), floats)
