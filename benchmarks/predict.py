@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pictures", type=int, default=192)
+    parser.add_argument("--pictures", type=int, default=96)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -77,7 +77,7 @@ def main() -> None:
                     (100 * clip.encode_image(picture, normalize=True) @ weights.t()).softmax(-1).topk(5)
 
         jobs = {"bare": bare, "ours_bare": ours_bare, "predict": predict, "usual": usual}
-        rates = {name: options.pictures / seconds for name, seconds in interleaved(jobs, rounds=4).items()}
+        rates = {name: options.pictures / seconds for name, seconds in interleaved(jobs, rounds=3).items()}
 
     result = {
         "threads": options.threads,

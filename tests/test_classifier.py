@@ -185,7 +185,6 @@ def test_bad_pictures_are_told_and_left_out(tmp_path: Path, paths: list[Path], b
         text,
         strip,
         tmp_path / "none.jpg",
-        tmp_path,
         Image.new("RGB", (0, 0)),
         torch.zeros(3, 0, 9, dtype=torch.uint8),
         torch.zeros(1, 9, 9, dtype=torch.uint8),
@@ -198,12 +197,19 @@ def test_bad_pictures_are_told_and_left_out(tmp_path: Path, paths: list[Path], b
     found = list(classifier().predict(mix, config=PredictConfig(batch=batch), on_error=lambda e: told.append(str(e))))
     assert [p.path for p in found] == [str(path) for path in paths]
     torch.testing.assert_close(table(iter(found)), table(classifier().predict(paths)), rtol=0, atol=1e-6)
-    words = [str(text), "30000 x 1", "none.jpg: no such file", "a folder", "0 x 0"]
+    words = [str(text), "30000 x 1", "none.jpg: no such file", "0 x 0"]
     words += ["9 x 0", "(1, 9, 9)", "(9, 9)", "int64", "(3, 32, 32)"]
     assert len(told) == len(bad)
     for line, word in zip(told, words, strict=True):
         assert word in line
         assert "\n" not in line
+
+
+def test_folders_and_patterns_stand_for_the_pictures_in_them(paths: list[Path]) -> None:
+    folder = paths[0].parent
+    inside = [str(path) for path in sorted(paths)]
+    assert [p.path for p in classifier().predict(folder)] == inside
+    assert [p.path for p in classifier().predict([f"{folder}/*", paths[0]])] == [*inside, str(paths[0])]
 
 
 def test_bad_pictures_alone(tmp_path: Path) -> None:

@@ -37,13 +37,14 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
         encoder = TextEncoder(model.text, tokens, length, contrast.learned, chunk=config.chunk)
         task = Task(encoder, hand, tokens.same.to(device), contrast)
         optimizer = torch.optim.SGD([context], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-        with Bar("adapting", config.steps) as bar:
+        walks = config.steps * len(encoder.walks) * (1 if encoder.whole else 2)
+        with Bar("adapting", walks) as bar:
+            encoder.tick = bar.step
             for _ in range(config.steps):
                 loss, context.grad = contrast_step(task, context, head)
                 if not math.isfinite(loss):
                     raise SelfTPTError("CPT is no longer a number: lower the learning rate of adapt")
                 optimizer.step()
-                bar.step()
     views: Sequence[View] = ("end",) if config.vectors == "end" else VIEWS
     with torch.no_grad():
         features = TextEncoder(model.text, tokens, length, views, chunk=config.chunk)(context)

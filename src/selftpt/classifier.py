@@ -16,7 +16,7 @@ from torch import Tensor
 
 from selftpt.errors import SelfTPTError
 from selftpt.files import read_tensors, write_tensors
-from selftpt.images import PictureError, in_threads, open_picture, warn_of
+from selftpt.images import PictureError, find_pictures, in_threads, is_place, open_picture, warn_of
 from selftpt.models import Model, ModelId, load_model
 from selftpt.settings import PredictConfig
 
@@ -33,7 +33,7 @@ class Prediction:
     labels: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Classifier:
     """One unit vector a class: all that stage 3 needs, besides the model's image tower.
 
@@ -45,7 +45,7 @@ class Classifier:
     scale: float
     model_id: ModelId
     origin: Mapping[str, Any] = field(default_factory=dict)
-    model: Model | None = field(default=None, compare=False)
+    model: Model | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the classifier to a file; the model itself is not in it."""
@@ -85,7 +85,8 @@ class Classifier:
     ) -> Iterator[Prediction]:
         """Classify pictures, one after the other, in the order they come.
 
-        pictures: paths, PIL images, uint8 tensors [3, H, W], or float tensors [3, S, S] that are preprocessed already.
+        pictures: paths of files, folders or patterns, PIL images, uint8 tensors [3, H, W], or float tensors [3, S, S]
+        that are preprocessed already.
         on_error: is told of every picture that cannot be used, which is then left out.
         """
         config = config or PredictConfig()
@@ -107,7 +108,7 @@ class Classifier:
 
         waiting: list[tuple[str | None, Tensor]] = []
         per_batch = max(1, config.batch // config.views)
-        for path, seen in in_threads(look, pictures, ahead=2 * per_batch):
+        for path, seen in in_threads(look, _spread(pictures), ahead=2 * per_batch):
             if isinstance(seen, PictureError):
                 on_error(seen)
                 continue
@@ -131,6 +132,15 @@ class Classifier:
         rows = zip(best.values.tolist(), best.indices.tolist(), seen, strict=True)
         for probabilities, labels, (path, _) in rows:
             yield Prediction(path, tuple(self.names[i] for i in labels), tuple(probabilities), tuple(labels))
+
+
+def _spread(pictures: Iterable[Picture]) -> Iterator[Picture]:
+    """Folders and patterns as the pictures in them, everything else as it is."""
+    for picture in pictures:
+        if isinstance(picture, str | os.PathLike) and is_place(picture):
+            yield from find_pictures([picture])
+        else:
+            yield picture
 
 
 def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:

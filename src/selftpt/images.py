@@ -260,6 +260,11 @@ def _refuse(error: OSError) -> None:
     raise SelfTPTError(f"cannot read the folder {error.filename}: {error.strerror}")
 
 
+def is_place(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder or a pattern, for `find_pictures`, and not one picture."""
+    return os.path.isdir(path) or (glob.has_magic(os.fspath(path)) and not os.path.exists(path))
+
+
 def find_pictures(places: Iterable[str | os.PathLike[str]], listing: TextIO | None = None) -> Iterator[Path]:
     """Files, folders (all below them) and glob patterns to picture paths; "-" reads `listing`, a path a line."""
     for place in places:
@@ -268,16 +273,12 @@ def find_pictures(places: Iterable[str | os.PathLike[str]], listing: TextIO | No
         if text == "-" and listing is not None:
             yield from (Path(line.rstrip("\r\n")) for line in listing if line.strip())
             continue
-        try:
-            exists, folder = path.exists(), path.is_dir()
-        except OSError as error:
-            raise SelfTPTError(f"cannot look for {text}: {error.strerror}") from error
-        if folder:
+        if os.path.isdir(text):
             found = pictures_in(path)
             if not found:
                 raise SelfTPTError(f"the folder {path} has no picture")
             yield from found
-        elif exists:
+        elif os.path.exists(text):
             yield path
         elif glob.has_magic(text):
             matches = sorted(match for match in map(Path, glob.glob(text, recursive=True)) if not match.is_dir())

@@ -46,8 +46,8 @@ def cpt(
 
     z: [V, C, F], projected text features.
     same: [C], equal numbers for classes of equal names, which are then no negatives of each other.
-    held: about how many of the [VC, VC] similarities are held at once; more are computed in blocks of rows, and again in
-    the backward pass.
+    held: about how many of the [VC, VC] similarities are held at once; more are computed in blocks of rows, and
+    again in the backward pass.
     """
     views, classes, _ = z.shape
     others = ~torch.eye(views, dtype=torch.bool, device=z.device)

@@ -20,7 +20,7 @@ from selftpt.models import Model, ModelId
 from selftpt.settings import ContrastConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """Soft prompts and the head they were learned with.
 

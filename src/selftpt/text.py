@@ -7,7 +7,7 @@ the prompt is computed once for all steps. The result equals the plain walk over
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,6 +275,7 @@ class TextEncoder:
         self.whole = len(tokens) <= size
         self.chunks = [torch.tensor(by_size[i : i + size], device=tower.device) for i in range(0, len(tokens), size)]
         self.inverse = torch.cat(self.chunks).argsort()
+        self.tick: Callable[[], object] = lambda: None  # is told of every walk, for a progress bar
         ending = tower.tokenizer.encode(tail)
         self.walks: list[PackedWalk | PlainWalk] = []
         for classes in self.chunks:
@@ -286,7 +287,11 @@ class TextEncoder:
 
     def __call__(self, prompt: Tensor) -> Tensor:
         """Prompt [M, d] to features [V, C, D], with a graph if the prompt asks for one."""
-        return torch.cat([walk(prompt) for walk in self.walks], 1)[:, self.inverse]
+        features = []
+        for walk in self.walks:
+            features.append(walk(prompt))
+            self.tick()
+        return torch.cat(features, 1)[:, self.inverse]
 
     def pull(self, prompt: Tensor, *cotangents: Tensor) -> list[Tensor]:
         """Jᵀu for each u [V, C, D], chunk by chunk: [M, d] each."""
@@ -297,6 +302,7 @@ class TextEncoder:
             for i, u in enumerate(cotangents):
                 more = i + 1 < len(cotangents)
                 pulled[i] += torch.autograd.grad(features, p, u[:, classes], retain_graph=more)[0]
+            self.tick()
         return pulled
 
     def curve(self, prompt: Tensor, cotangent: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,13 @@ def command(
     show(ready, paths, config, Format.jsonl if as_json else format)
 
 
-def listed(pictures: list[str]) -> Iterator[Path]:
+def listed(pictures: list[str]) -> Iterable[Path]:
     """The pictures asked for; what is missing is refused now, except in a list on standard input."""
     from selftpt.images import find_pictures
 
     if "-" in pictures:
         return find_pictures(pictures, sys.stdin)
-    return iter(list(find_pictures(pictures)))
+    return list(find_pictures(pictures))
 
 
 def show(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
@@ -69,12 +69,23 @@ def show(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, f
         failed.append(error)
         print(f"note: left out {error}", file=sys.stderr)
 
-    meaningless = classifier.model_id.meaningless
-    done = PRINTERS[format](classifier.predict(paths, config=config, on_error=report), meaningless)
+    predictions = classifier.predict(paths, config=config, on_error=report)
+    if format is Format.table or not sys.stdout.isatty():  # else the lines themselves show that it goes on
+        predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
+    done = PRINTERS[format](predictions, classifier.model_id.meaningless)
     if failed and not done:
         raise SelfTPTError("no picture could be used" if len(failed) > 1 else "the picture could not be used")
     if failed:
         print(f"note: {len(failed)} of {len(failed) + done} pictures were left out", file=sys.stderr)
+
+
+def _with_bar(predictions: Iterable[Prediction], total: int | None) -> Iterator[Prediction]:
+    from selftpt.progress import Bar
+
+    with Bar("predicting", total) as bar:
+        for prediction in predictions:
+            yield prediction
+            bar.step()
 
 
 def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
