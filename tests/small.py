@@ -25,9 +25,6 @@ from torch import Tensor, nn
 
 from selftpt.models import Model, ModelId, _digest
 
-# Teams of threads that wait for each other make small tensors ten times slower when tests run side by side.
-torch.set_num_threads(1)
-
 # One token each, in every tokenizer here.
 WORDS = (
     "a photo of the in on and cat dog red blue fish bird tree car sun moon star kite lion bear duck frog rose corn "
@@ -301,7 +298,7 @@ def small(kind: str, dtype: torch.dtype = torch.float32) -> Small:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(kind.encode()))
         clip = _build(kind, spec)
-    _perturb(clip, torch.Generator().manual_seed(zlib.crc32(kind.encode()) + 1))
+    perturb(clip, torch.Generator().manual_seed(zlib.crc32(kind.encode()) + 1))
     preprocess = {**asdict(PreprocessCfg(size=spec.vision["image_size"])), **spec.preprocess}
     set_model_preprocess_cfg(clip, preprocess)
     context = spec.text.get("context_length", 77)
@@ -351,7 +348,8 @@ def _build(kind: str, spec: Spec) -> nn.Module:
 
 
 @torch.no_grad()
-def _perturb(clip: nn.Module, generator: torch.Generator) -> None:
+def perturb(clip: nn.Module, generator: torch.Generator) -> None:
+    """Move every parameter, and the statistics of batch norms."""
     for name, parameter in clip.named_parameters():
         if "logit" not in name:
             size = 0.5 if "embed" in name else 0.02 if parameter.ndim == 4 else 0.15

@@ -18,7 +18,7 @@ from torch import Tensor
 from selftpt.images import Preprocess
 from selftpt.models import Model
 from selftpt.vision import ImageTower
-from tests.small import KINDS, SPECS, _perturb, relative, small
+from tests.small import KINDS, SPECS, perturb, relative, small
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -83,7 +83,7 @@ def test_tower_of_every_vit(variant: str, dtype: torch.dtype) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         visual = VisionTransformer(**settings).eval().requires_grad_(False)
-    _perturb(visual, torch.Generator().manual_seed(1))
+    perturb(visual, torch.Generator().manual_seed(1))
     visual.to(dtype)
 
     def encode_image(pixels: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Block:
         d = h.shape[-1]
         rows = slice(parts.start * d, parts.stop * d)
         bias = None if self._bias is None else self._bias[rows]
-        out = F.linear(h, self._weight[rows], bias).view(len(h), parts.stop - parts.start, self.heads, -1)
+        out = F.linear(h, self._weight[rows], bias).view(len(h), parts.stop - parts.start, self.heads, d // self.heads)
         if self._custom:
             norms: list[nn.Module] = [self._block.attn.ln_q, self._block.attn.ln_k, nn.Identity()][parts]
             out = torch.stack([norm(piece) for norm, piece in zip(norms, out.unbind(1), strict=True)], 1)

@@ -72,9 +72,10 @@ def class_tokens(model: Model, names: Sequence[str], length: int, contrast: Cont
     if len(names) == 1:
         raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
     tokenizer = model.text.tokenizer
-    fixed = length + len(tokenizer.encode("."))
+    fixed = length + len(tokenizer.encode(".", after="photo"))
     if "hand" in contrast.views:
-        fixed = max(fixed, len(tokenizer.encode(contrast.template.replace("{}", " "))))
+        words, tail = contrast.template.split("{}")
+        fixed = max(fixed, len(tokenizer.encode(words)) + len(tokenizer.encode(tail, after="photo")))
     room = tokenizer.context - len(tokenizer.start) - len(tokenizer.end) - fixed
     if room < 1:
         raise SelfTPTError(

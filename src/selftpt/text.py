@@ -221,7 +221,7 @@ class PlainWalk:
     ) -> None:
         self.tower = tower
         self.shape = (len(views), len(names))
-        stand_in = names[0][0]  # an ordinary token: neither padding nor an end
+        stand_in = tower.tokenizer.encode("photo")[0]  # an ordinary token: neither padding nor an end
         sentences: list[list[int]] = []
         rows: list[int] = []
         index: list[int] = []
@@ -276,7 +276,7 @@ class TextEncoder:
         self.chunks = [torch.tensor(by_size[i : i + size], device=tower.device) for i in range(0, len(tokens), size)]
         self.inverse = torch.cat(self.chunks).argsort()
         self.tick: Callable[[], object] = lambda: None  # is told of every walk, for a progress bar
-        ending = tower.tokenizer.encode(tail)
+        ending = tower.tokenizer.encode(tail, after="photo")
         self.walks: list[PackedWalk | PlainWalk] = []
         for classes in self.chunks:
             names = [tokens.ids[i] for i in classes.tolist()]

@@ -24,7 +24,7 @@ class Tokenizer:
         probe = self.encode("photo")
         whole = tokenizer(["photo"], context_length=context)[0].tolist()
         at = next((i for i in range(len(whole)) if whole[i : i + len(probe)] == probe), None)
-        if not probe or at is None:
+        if not probe or at is None or at + len(probe) == len(whole):
             raise SelfTPTError(f"the tokenizer {type(tokenizer).__name__} does not keep a word's tokens together")
         rest = whole[at + len(probe) :]
         self.start: tuple[int, ...] = tuple(whole[:at])
@@ -33,9 +33,19 @@ class Tokenizer:
         for sentence in ("photo", "a photo of a cat"):
             if self.sentence(self.encode(sentence)) != tokenizer([sentence], context_length=context)[0].tolist():
                 raise SelfTPTError(f"the tokenizer {type(tokenizer).__name__} frames sentences in an unknown way")
+        inner = getattr(tokenizer, "tokenizer", tokenizer)
+        unknown = getattr(inner, "unk_token_id", None)  # what a word it does not know becomes is no mark
+        self.marks = {*self.start, *self.end, *getattr(inner, "all_special_ids", ())} - {unknown}
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text` alone, without start, end or padding."""
+    def encode(self, text: str, after: str = "") -> list[int]:
+        """Token ids of `text` where it follows `after`, without start, end or padding.
+
+        Some tokenizers write the space before a word into its token, and one before a full stop that stands alone.
+        """
+        before, whole = self._encode(after), self._encode(after + text)
+        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         if hasattr(self._tokenizer, "encode"):
             return list(self._tokenizer.encode(text))
         cleaned = self._tokenizer.clean_fn(text)
@@ -89,16 +99,15 @@ def tokenize(names: Sequence[str], tokenizer: Tokenizer, room: int) -> ClassToke
     """
     if not names:
         raise SelfTPTError("no class names: give at least two")
-    special = {*tokenizer.start, *tokenizer.end}
     cleaned, ids = [], []
     for i, name in enumerate(names):
         clean = clean_name(name)
         if not clean:
             raise SelfTPTError(f"class name {i + 1} of {len(names)} is empty")
-        tokens = tuple(tokenizer.encode(clean))
+        tokens = tuple(tokenizer.encode(clean, after="photo "))
         if not tokens:
             raise SelfTPTError(f"class name {name!r} has no token that this model knows: write it in words")
-        if special & set(tokens):
+        if tokenizer.marks & {*tokens, *tokenizer.encode(name)}:
             raise SelfTPTError(f"class name {name!r} contains a mark that the tokenizer keeps for itself")
         if len(tokens) > room:
             raise SelfTPTError(
