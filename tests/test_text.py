@@ -235,6 +235,16 @@ def test_order_of_classes(kind: str) -> None:
         assert relative(encoder_of(model, [name], 4)(prompt)[:, 0], together[:, i]) < 1e-12
 
 
+@pytest.mark.parametrize("keep_front", [False, True])
+def test_walk_of_names_in_no_order(keep_front: bool) -> None:
+    """An encoder sorts names by size; a walk does not rely on it."""
+    model = small("vit", torch.float64)
+    names, prompt = names_of([5, 1, 3, 1, 2, 5]), random_prompt(model, 4)
+    ids, stop = [model.encode(name) for name in names], model.encode(".")
+    walk = PackedWalk(model.model.text, ids, stop, 4, VIEWS, keep_front)
+    assert relative(walk(prompt), reference(model, names, prompt)) < 1e-9
+
+
 @pytest.mark.parametrize("kind", ["vit", "mobileclip", "bert"])
 def test_the_model_is_left_as_it_was(kind: str) -> None:
     model = small(kind, torch.float64)
