@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -12,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 
-def interleaved(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each job, the best of some rounds in which all take turns; the first round is not counted."""
-    best = dict.fromkeys(jobs, float("inf"))
-    for turn in range(rounds + 1):
+def interleaved(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each job in rounds in which all take turns; a round before them is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds + 1):
         for name, job in jobs.items():
             gc.collect()
             begin = time.perf_counter()
             job()
-            if turn:
-                best[name] = min(best[name], time.perf_counter() - begin)
-    return best
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def ratio(over: list[float], under: list[float]) -> float:
+    """The median over rounds of the ratio within a round: a machine's speed changes from minute to minute."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def extra_memory(job: Callable[[], object]) -> float:

@@ -10,12 +10,13 @@ import argparse
 import io
 import json
 import random
+import statistics
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from measure import interleaved
+from measure import interleaved, ratio
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
@@ -77,16 +78,16 @@ def main() -> None:
                     (100 * clip.encode_image(picture, normalize=True) @ weights.t()).softmax(-1).topk(5)
 
         jobs = {"bare": bare, "ours_bare": ours_bare, "predict": predict, "usual": usual}
-        rates = {name: options.pictures / seconds for name, seconds in interleaved(jobs, rounds=3).items()}
+        seconds = interleaved(jobs, rounds=5)
 
     result = {
         "threads": options.threads,
         "batch": options.batch,
         "kilobytes_a_picture": kilobytes,
-        "pictures_a_second": rates,
-        "of_bare_tower": rates["predict"] / rates["bare"],
-        "of_our_bare_tower": rates["predict"] / rates["ours_bare"],
-        "over_open_clip_loop": rates["predict"] / rates["usual"],
+        "pictures_a_second": {name: options.pictures / statistics.median(s) for name, s in seconds.items()},
+        "of_bare_tower": ratio(seconds["bare"], seconds["predict"]),
+        "of_our_bare_tower": ratio(seconds["ours_bare"], seconds["predict"]),
+        "over_open_clip_loop": ratio(seconds["usual"], seconds["predict"]),
     }
     print(
         f"predict: {result['of_bare_tower']:.2f} of open_clip's bare tower, {result['of_our_bare_tower']:.2f} of ours"

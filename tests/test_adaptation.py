@@ -78,6 +78,8 @@ def test_neither_model_nor_prompt_changes() -> None:
 def test_too_few_names_are_refused_and_equal_ones_told_of() -> None:
     with pytest.raises(SelfTPTError, match="no class names"):
         adapt(model(), prompt(), [])
+    with pytest.raises(SelfTPTError, match="not the string 'cat'"):
+        adapt(model(), prompt(), "cat")
     with pytest.raises(SelfTPTError, match="only one class name, 'cat'"):
         adapt(model(), prompt(), ["cat"])
     with pytest.raises(SelfTPTError, match="too long: 100 tokens"):

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from selftpt import adaptation, cli
-from selftpt.files import read_file
+from selftpt.files import read_file, write_tensors
 from tests.folders import make_model, make_photos
 
 
@@ -254,6 +254,32 @@ def test_wrong_names_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_names_file_may_begin_with_a_byte_order_mark(run: Run, place: Place, tmp_path: Path) -> None:
+    for text in ("cat\ndog", '["cat", "dog"]'):
+        (tmp_path / "names").write_text(text, encoding="utf-8-sig")
+        answer = run("classify", place.photos, "--prompt", place.prompt, "--names-file", tmp_path / "names", "--json")
+        assert set(json.loads(answer.out.splitlines()[0])["names"]) == {"cat", "dog"}
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_classify(
+    run: Run, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "file"))
+    answer = run("classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog", "--json")
+    assert answer.code == 0
+    assert len(answer.out.splitlines()) == 9
+    assert "note: the classifier is not kept" in answer.err
+
+
+def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) -> None:
+    arguments = ["classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog,CAT", "--json"]
+    run(*arguments)
+    again = run(*arguments)
+    assert "adapted before" in again.err
+    assert "equal class names: cat" in again.err
+
+
 def test_equal_names_are_allowed_and_said(run: Run, place: Place, tmp_path: Path) -> None:
     answer = run("adapt", "--prompt", place.prompt, "--names", "cat,dog,CAT", "--out", tmp_path / "c")
     assert answer.code == 0
@@ -292,10 +318,11 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
 
     for bad, words in ((cut, "cut short"), (text, "not a picture"), (huge, "100 megapixels")):
         answer = predict(bad)
-        refused(answer, "could not be used")
-        assert sum(line.startswith("note: left out") for line in answer.err.splitlines()) == 1
-        assert words in answer.err
-        assert str(bad) in answer.err
+        refused(answer, words, str(bad))
+        assert len(answer.err.splitlines()) == 1
+    answer = predict(cut, text)
+    refused(answer, "none of the 2 pictures could be used")
+    assert sum(line.startswith("note: left out") for line in answer.err.splitlines()) == 2
     answer = predict(cut, good, text)
     assert answer.code == 0
     assert [json.loads(line)["path"] for line in answer.out.splitlines()] == [str(good)]
@@ -309,6 +336,10 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
     missing = run("predict", "-", "--classifier", place.classifier, "--json", stdin=f"{tmp_path}/none.jpg\n{good}\n")
     assert missing.code == 0
     assert "no such file" in missing.err
+    gone = run("predict", "-", "--classifier", place.classifier, "--json", stdin=f"{tmp_path}/gone[1].jpg\n{good}\n")
+    assert gone.code == 0
+    assert "gone[1].jpg" in gone.err
+    refused(run("predict", "-", "--classifier", place.classifier, "--json", stdin="\n"), "no picture was named")
 
 
 def test_wrong_files_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
@@ -326,6 +357,9 @@ def test_wrong_files_are_refused(run: Run, place: Place, tmp_path: Path) -> None
         run("predict", place.photos, "--classifier", place.classifier, "--model", other), str(place.model), str(other)
     )
     refused(run("inspect", cut), "cut short")
+    checkpoint = tmp_path / "some.checkpoint"
+    write_tensors(checkpoint, "checkpoint", {}, {"epochs": 3})
+    assert "a checkpoint" in run("inspect", checkpoint).out
     assert not out.exists()
 
 
@@ -343,6 +377,7 @@ def test_wrong_models_are_refused(run: Run, place: Place, tmp_path: Path) -> Non
         return run("learn", place.photos, "--out", tmp_path / "p", *arguments)
 
     refused(learn(), "which model?")
+    refused(learn("--model", "x" * 300, "--pretrained", "random"), "no model is called")
     refused(learn("--model", "ViT-B-17", "--pretrained", "random"), "did you mean", "ViT-B-16")
     refused(learn("--model", "ViT-B-16"), "needs weights", "openai")
     refused(learn("--model", "ViT-B-16", "--pretrained", "nonsense"), "nonsense", "openai")
@@ -358,6 +393,7 @@ def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     learn = ["learn", place.photos, "--out", tmp_path / "p", "--model", place.model]
     refused(run(*learn, "--epochs", "0"), "epochs must be above 0")
     refused(run(*learn, "--epochs", "many"), "--epochs")
+    refused(run(*learn, "--seed", "1000000000000000"), "seed")
     refused(run(*learn, "--views", "end,back"), "'back'")
     refused(run(*learn, "--no-such-option"), "--no-such-option")
     refused(run("predict", "--classifier", place.classifier), "pictures")
@@ -387,6 +423,26 @@ def test_a_full_disk_leaves_nothing_half_written(place: Place, tmp_path: Path) -
     assert len(err.splitlines()) == 1
     assert out.read_text() == "as it was"
     assert [path.name for path in tmp_path.iterdir()] == ["c.st"]
+
+
+def test_standard_output_on_a_full_disk_is_one_line(place: Place) -> None:
+    with open("/dev/full", "w") as full:
+        process = start("inspect", place.prompt, stdout=full)
+        _, err = process.communicate()
+    assert process.returncode == 2
+    assert len(err.splitlines()) == 1
+    assert err.startswith("selftpt: cannot write the answer: No space left")
+
+
+def test_file_names_need_not_be_text(place: Place, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    Path(os.fsdecode(odd)).write_bytes((place.photos / "kite" / "0.png").read_bytes())
+    command = ["predict", "-", "--classifier", place.classifier, "--format", "csv"]
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}
+    process = start(*command, text=False, stdin=subprocess.PIPE, env=environment)
+    out, err = process.communicate(odd + b"\n")
+    assert process.returncode == 0, err
+    assert odd in out
 
 
 def test_ctrl_c_leaves_nothing_half_written(place: Place, tmp_path: Path) -> None:

@@ -136,10 +136,6 @@ def other_tensor(file: Path) -> None:
     write_tensors(file, "features", {"other": torch.zeros(1)}, {"errors": []})
 
 
-def other_header(file: Path) -> None:
-    write_tensors(file, "features", {"features": torch.zeros(1)}, {})
-
-
 def other_kind(file: Path) -> None:
     write_tensors(file, "prompt", {"features": torch.zeros(1)}, {"errors": []})
 
@@ -151,10 +147,9 @@ def other_kind(file: Path) -> None:
         lambda file: file.write_bytes(b""),
         lambda file: file.write_text("text"),
         other_tensor,
-        other_header,
         other_kind,
     ],
-    ids=["cut", "empty", "text", "tensor", "header", "kind"],
+    ids=["cut", "empty", "text", "tensor", "kind"],
 )
 def test_a_damaged_shard_is_computed_again(
     paths: list[Path], cache: Path, opened: list[Path], harm: Callable[[Path], None]
@@ -231,7 +226,7 @@ def test_pictures_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp
         assert found.shape == (7, CROPS, model().dimension)
         assert found.isnan().all(-1).all(-1).tolist() == [False, True, False, False, True, True, True]
         torch.testing.assert_close(found[[0, 2, 3]], whole[[0, 2, 3]], rtol=0, atol=1e-6)
-    assert opened == []
+        assert {paths[1], paths[4], odd, long} <= set(opened)  # they are tried every time
     assert reports[0] == reports[1]
     for line, path in zip(reports[0], (paths[1], paths[4], odd, long), strict=True):
         assert line.startswith(f"{path}: ")

@@ -136,7 +136,7 @@ def test_the_longest_of_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-@pytest.mark.parametrize(("module", "step"), [(os, "fsync"), (os, "replace"), (os, "chmod")])
+@pytest.mark.parametrize(("module", "step"), [(os, "fsync"), (os, "replace")])
 def test_a_full_disk_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str, there: bool
 ) -> None:

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn
+from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn, learning
 from selftpt import features as feature_store
 from selftpt.files import read_file
-from selftpt.learning import ClassLists, RunFiles, class_tokens, learn_from_features, learning_rate
+from selftpt.learning import ClassLists, RunFiles, learn_from_features, learning_rate
 from selftpt.settings import ContrastConfig
+from selftpt.tokens import class_tokens
 from tests.folders import make_model, make_photos
 from tests.oracle import plain
 from tests.small import model, small
@@ -36,7 +37,7 @@ def source(count: int = 8, epochs: int = 3, dimension: int = 16, seed: int = 0) 
 
 
 def run(config: LearnConfig, out: Path | None = None, kind: str = "vit") -> Prompt:
-    tokens = class_tokens(model(kind), NAMES, config.length, config.contrast)
+    tokens = class_tokens(model(kind).text.tokenizer, NAMES, config.length, config.contrast)
     features, labels = source(epochs=config.epochs, dimension=model(kind).dimension)
     return learn_from_features(model(kind), tokens, features, labels, config, out)
 
@@ -57,7 +58,7 @@ def test_learning_equals_a_loop_of_plain_steps() -> None:
     """Algorithm 1 with the oracle's gradients and SGD written out."""
     config = LearnConfig(epochs=3, batch=3, lr=0.05, warmup_lr=0.01, length=2, words="photo of")
     tiny = small("vit", torch.float64)
-    tokens = class_tokens(tiny.model, NAMES, 2, config.contrast)
+    tokens = class_tokens(tiny.model.text.tokenizer, NAMES, 2, config.contrast)
     features, labels = source(dimension=tiny.model.dimension)
     learned = learn_from_features(model("vit"), tokens, features, labels, config)
 
@@ -130,7 +131,35 @@ def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         run(LearnConfig(epochs=2, lr=0.1), out)
     monkeypatch.setattr(RunFiles, "finish", finish)
-    assert same_bits(run(LearnConfig(epochs=2, lr=0.2), out), run(LearnConfig(epochs=2, lr=0.2)))
+    with pytest.warns(SelfTPTWarning, match="from the start: .* is of another run"):
+        assert same_bits(run(LearnConfig(epochs=2, lr=0.2), out), run(LearnConfig(epochs=2, lr=0.2)))
+
+
+def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
+    out = tmp_path / "p.safetensors"
+    Path(f"{out}.checkpoint").write_text("damaged")
+    with pytest.warns(SelfTPTWarning, match="from the start"):
+        assert same_bits(run(LearnConfig(epochs=2), out), run(LearnConfig(epochs=2)))
+
+
+def test_a_run_stopped_between_log_and_checkpoint_logs_every_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "stopped"
+    run(LearnConfig(epochs=3), whole)
+    write = learning.write_tensors
+
+    def stop(path: Path, *rest: object) -> None:
+        if rest[2]["epochs"] == 2:  # type: ignore[index]
+            raise KeyboardInterrupt
+        write(path, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(learning, "write_tensors", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(LearnConfig(epochs=3), out)
+    monkeypatch.setattr(learning, "write_tensors", write)
+    run(LearnConfig(epochs=3), out)
+    assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
 
 
 SCRIPT = """
@@ -193,7 +222,7 @@ def test_each_loss_can_be_left_out(tmp_path: Path) -> None:
 
 def test_a_drawn_class_list_has_the_batch_s_own_classes_and_no_other_twice() -> None:
     config = LearnConfig(classes_per_step=3)
-    tokens = class_tokens(model(), NAMES, 4, config.contrast)
+    tokens = class_tokens(model().text.tokenizer, NAMES, 4, config.contrast)
     lists = ClassLists(model(), tokens, config)
     drawn = set()
     for step in range(20):

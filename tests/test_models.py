@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from selftpt import SelfTPTError, list_models, load_model
+from selftpt import SelfTPTError, SelfTPTWarning, list_models, load_model
 from selftpt.models import ModelId
 from tests.folders import make_model
 
@@ -45,6 +45,35 @@ def test_a_checkpoint_file_is_taken_for_a_known_architecture(tmp_path: Path) -> 
     model = load_model("ViT-S-32-alt", str(tmp_path / "w.safetensors"), device="cpu")
     assert torch.equal(model.text.clip.token_embedding.weight, state["token_embedding.weight"])
     assert not model.id.meaningless
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "mode"), [("MobileCLIP-S1", 0.0, "shortest"), ("ViT-B-16-SigLIP", 0.5, "squash")]
+)
+def test_a_file_is_preprocessed_as_the_published_weights_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mean: float, mode: str
+) -> None:
+    """open_clip knows the preprocessing of weights by their name only."""
+    asked = {}
+
+    def create(*_: object, **options: object) -> None:
+        asked.update(options)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(open_clip, "create_model", create)
+    (tmp_path / "w.safetensors").write_text("")
+    with pytest.raises(SelfTPTError, match="does not hold weights"):
+        load_model(name, str(tmp_path / "w.safetensors"), device="cpu")
+    preprocess = asked["force_preprocess_cfg"]
+    assert isinstance(preprocess, dict)
+    assert tuple(preprocess["mean"]) == (mean,) * 3
+    assert preprocess.get("resize_mode", "shortest") == mode
+
+
+def test_a_file_for_a_name_with_a_quickgelu_twin_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_text("")
+    with pytest.warns(SelfTPTWarning, match="ViT-B-16-quickgelu"), pytest.raises(SelfTPTError):
+        load_model("ViT-B-16", str(tmp_path / "w.pt"), device="cpu")
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_stream_alone() -> None:

@@ -12,6 +12,7 @@ from selftpt.version import __version__
 if TYPE_CHECKING:
     from selftpt.adaptation import adapt
     from selftpt.classifier import Classifier, Prediction
+    from selftpt.images import Source
     from selftpt.learning import learn
     from selftpt.models import Model, list_models, load_model
     from selftpt.prompt import Prompt
@@ -27,6 +28,7 @@ __all__ = [
     "Prompt",
     "SelfTPTError",
     "SelfTPTWarning",
+    "Source",
     "__version__",
     "adapt",
     "learn",
@@ -38,6 +40,7 @@ _HEAVY = {  # these need torch and open_clip, which take seconds to import: on f
     "adapt": "adaptation",
     "Classifier": "classifier",
     "Prediction": "classifier",
+    "Source": "images",
     "learn": "learning",
     "Model": "models",
     "list_models": "models",

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from selftpt.classifier import Classifier
 from selftpt.errors import SelfTPTError
-from selftpt.learning import class_tokens
 from selftpt.losses import Head
 from selftpt.models import Model
 from selftpt.objective import Task, contrast_step
@@ -19,6 +18,7 @@ from selftpt.progress import Bar
 from selftpt.prompt import Prompt
 from selftpt.settings import VIEWS, AdaptConfig, View
 from selftpt.text import TextEncoder, encode_template
+from selftpt.tokens import class_tokens
 from selftpt.version import __version__
 
 
@@ -26,7 +26,7 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
     """Tune a prompt to the class names of a task and make its classifier (Algorithm 1, stage 2)."""
     config = config or AdaptConfig()
     prompt.model.check(model, "the prompt")
-    tokens = class_tokens(model, names, len(prompt.context), prompt.contrast)
+    tokens = class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)
     contrast, length, device = prompt.contrast, len(prompt.context), model.device
     context = prompt.context.to(device).clone()
     head = Head(*(t.to(device) for t in prompt.head))

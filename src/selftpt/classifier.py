@@ -92,7 +92,10 @@ class Classifier:
         config = config or PredictConfig()
         if top is not None:
             config = dataclasses.replace(config, top=top)
-        model = self.model or load_model(self.model_id.name, self.model_id.pretrained)
+        if self.model is None:
+            object.__setattr__(self, "model", load_model(self.model_id.name, self.model_id.pretrained))
+        assert self.model is not None
+        model = self.model
         self.model_id.check(model, "the classifier")
         if isinstance(pictures, str | os.PathLike | Image.Image) or (
             isinstance(pictures, Tensor) and pictures.ndim == 3
@@ -108,7 +111,7 @@ class Classifier:
 
         waiting: list[tuple[str | None, Tensor]] = []
         per_batch = max(1, config.batch // config.views)
-        for path, seen in in_threads(look, _spread(pictures), ahead=2 * per_batch):
+        for path, seen in in_threads(look, _spread(pictures, on_error), ahead=2 * per_batch):
             if isinstance(seen, PictureError):
                 on_error(seen)
                 continue
@@ -134,13 +137,16 @@ class Classifier:
             yield Prediction(path, tuple(self.names[i] for i in labels), tuple(probabilities), tuple(labels))
 
 
-def _spread(pictures: Iterable[Picture]) -> Iterator[Picture]:
+def _spread(pictures: Iterable[Picture], on_error: Callable[[PictureError], None]) -> Iterator[Picture]:
     """Folders and patterns as the pictures in them, everything else as it is."""
     for picture in pictures:
-        if isinstance(picture, str | os.PathLike) and is_place(picture):
-            yield from find_pictures([picture])
-        else:
+        if not isinstance(picture, str | os.PathLike) or not is_place(picture):
             yield picture
+            continue
+        try:
+            yield from find_pictures([picture])
+        except SelfTPTError as error:
+            on_error(PictureError(str(error)))
 
 
 def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:

@@ -15,8 +15,9 @@ from selftpt.files import cache_folder, digest, read_tensors, write_tensors
 from selftpt.images import PictureError, in_threads, open_picture
 from selftpt.models import Model
 from selftpt.progress import Bar
+from selftpt.version import __version__
 
-SHARD = 32  # pictures in one file: what a killed run loses at most
+SHARD = 32  # pictures in one file, fewer if they have many crops: what a killed run loses at most
 
 
 def crop_features(
@@ -34,7 +35,8 @@ def crop_features(
     in shards, each written whole, so that a killed run goes on where it was and a second one reads them.
     """
     files = [[str(path.absolute()), *_stamp(path)] for path in paths]
-    key = digest("crops", model.id.digest, model.precision, crops, seed, max_megapixels, SHARD, batch, files)
+    size = max(1, min(SHARD, 320 // crops))
+    key = digest(__version__, model.id.digest, model.precision, crops, seed, max_megapixels, size, batch, files)
     folder = cache_folder() / "features" / key
 
     def cut(i: int) -> Tensor | PictureError:
@@ -44,16 +46,16 @@ def crop_features(
             return error
         return model.preprocess.crops(picture, crops, random.Random(f"crops {seed} {i}"))
 
-    parts = [range(i, min(i + SHARD, len(paths))) for i in range(0, len(paths), SHARD)]
+    parts = [range(i, min(i + size, len(paths))) for i in range(0, len(paths), size)]
     shards = {part: _read(folder / f"{part.start:08d}.safetensors") for part in parts}
     missing = [i for part in parts if shards[part] is None for i in part]
-    pictures = in_threads(cut, missing, ahead=SHARD)
+    pictures = in_threads(cut, missing, ahead=size)
     with Bar("image features", len(missing) * crops) as bar:
         for part in parts:
             if shards[part] is None:
                 features, errors = _encode(model, [next(pictures) for _ in part], crops, batch)
-                header = {"errors": errors}
-                write_tensors(folder / f"{part.start:08d}.safetensors", "features", {"features": features}, header)
+                if not errors:  # what could not be read today is tried again the next time
+                    write_tensors(folder / f"{part.start:08d}.safetensors", "features", {"features": features}, {})
                 shards[part] = features, errors
                 bar.step(len(part) * crops)
     whole = []
@@ -75,11 +77,10 @@ def _stamp(path: Path) -> list[int | str]:
 
 
 def _read(file: Path) -> tuple[Tensor, list[str]] | None:
-    if not file.exists():
+    if not os.path.exists(file):
         return None
     try:
-        header, tensors = read_tensors(file, "features")
-        return tensors["features"], header["errors"]
+        return read_tensors(file, "features")[1]["features"], []
     except (SelfTPTError, KeyError):  # a damaged shard is computed again
         return None
 
@@ -93,5 +94,7 @@ def _encode(
     if good:
         pixels = torch.cat([crop for crop in pictures if isinstance(crop, Tensor)])
         encoded = torch.cat([model.encode_images(some) for some in pixels.split(batch)])
+        if not encoded.isfinite().all():
+            raise SelfTPTError(f"the image tower's features are no numbers in {model.precision}: take fp32")
         features[good] = encoded.cpu().unflatten(0, (len(good), crops))
     return features, [str(crop) for crop in pictures if isinstance(crop, PictureError)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,13 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         _check_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:32]}.")
+        temporary = path.with_name(f".{path.name[:32]}.{secrets.token_hex(4)}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -51,10 +51,17 @@ def write_whole(path: Path, content: bytes) -> None:
         raise SelfTPTError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def write_after(path: Path, kept: int, content: bytes) -> None:
+    """Write after the first `kept` bytes of a file; whatever stood there before goes."""
+    try:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            file.truncate(kept)
+            file.seek(0, os.SEEK_END)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SelfTPTError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def check_writable(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -17,16 +18,16 @@ from torch import Tensor
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.features import crop_features
-from selftpt.files import check_writable, digest, read_tensors, write_tensors, write_whole
+from selftpt.files import check_writable, digest, read_tensors, write_after, write_tensors
 from selftpt.images import PictureError, Source, read_folder, warn_of
 from selftpt.losses import Head
 from selftpt.models import Model
 from selftpt.objective import Batch, Step, Task, joint_step
 from selftpt.progress import Bar
 from selftpt.prompt import Prompt, initial_context, initial_head
-from selftpt.settings import VIEWS, ContrastConfig, LearnConfig
+from selftpt.settings import VIEWS, LearnConfig
 from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import ClassTokens, tokenize
+from selftpt.tokens import ClassTokens, class_tokens
 from selftpt.version import __version__
 
 
@@ -57,7 +58,7 @@ def learn(
     if path:
         check_writable(path)
     few = (source if isinstance(source, Source) else read_folder(source)).few(config.shots, config.seed)
-    tokens = class_tokens(model, few.names, config.length, config.contrast)
+    tokens = class_tokens(model.text.tokenizer, few.names, config.length, config.contrast)
     features = crop_features(model, few.paths, config.epochs, config.seed, on_error, config.max_megapixels)
     labels = torch.tensor(few.labels)
     usable = ~features.isnan().flatten(1).any(1)
@@ -65,26 +66,6 @@ def learn(
         if not usable[labels == label].any():
             raise SelfTPTError(f"the class {name!r} has no picture that can be read")
     return learn_from_features(model, tokens, features[usable], labels[usable], config, path)
-
-
-def class_tokens(model: Model, names: Sequence[str], length: int, contrast: ContrastConfig) -> ClassTokens:
-    """Class names as tokens, each with room for the prompt and for the hand-written sentence."""
-    if len(names) == 1:
-        raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
-    tokenizer = model.text.tokenizer
-    fixed = length + len(tokenizer.encode(".", after="photo"))
-    if "hand" in contrast.views:
-        words, tail = contrast.template.split("{}")
-        fixed = max(fixed, len(tokenizer.encode(words)) + len(tokenizer.encode(tail, after="photo")))
-    room = tokenizer.context - len(tokenizer.start) - len(tokenizer.end) - fixed
-    if room < 1:
-        raise SelfTPTError(
-            f"a prompt of {length} vectors leaves no room for a class name in {tokenizer.context} tokens"
-        )
-    tokens = tokenize(names, tokenizer, room)
-    if tokens.repeated:
-        warnings.warn(f"equal class names: {', '.join(tokens.repeated)}", SelfTPTWarning, stacklevel=3)
-    return tokens
 
 
 def learn_from_features(
@@ -102,7 +83,8 @@ def learn_from_features(
     lists = ClassLists(model, tokens, config)
 
     settings = dataclasses.asdict(config)
-    made_of = digest(model.id.digest, settings, tokens.names, features.double().sum().item(), labels.tolist())
+    content = hashlib.sha256(features.contiguous().numpy().data).hexdigest()
+    made_of = digest(__version__, model.id.digest, settings, tokens.names, content, labels.tolist())
     files = RunFiles(out, made_of)
     first = files.resume(state)
     steps = len(labels) // config.batch if len(labels) >= config.batch else 1
@@ -222,20 +204,25 @@ class RunFiles:
 
     def __init__(self, out: Path | None, made_of: str) -> None:
         self.out, self.made_of = out, made_of
-        self.lines: list[str] = []
+        self.logged = 0  # bytes of the log that the checkpoint vouches for
         if out is not None:
             self.log = out.with_name(out.name + ".log.jsonl")
             self.checkpoint = out.with_name(out.name + ".checkpoint")
 
     def resume(self, state: State) -> int:
         """Restore the state of a run of the same making; how many epochs it had done."""
-        if self.out is None or not self.checkpoint.exists():
+        if self.out is None or not os.path.exists(self.checkpoint):
             return 0
-        header, tensors = read_tensors(self.checkpoint, "checkpoint")
+        try:
+            header, tensors = read_tensors(self.checkpoint, "checkpoint")
+        except SelfTPTError as error:
+            warnings.warn(f"learning from the start: {error}", SelfTPTWarning, stacklevel=3)
+            return 0
         if header["made_of"] != self.made_of:
+            warnings.warn(f"learning from the start: {self.checkpoint} is of another run", SelfTPTWarning, stacklevel=3)
             return 0
         state.restore(tensors)
-        self.lines = header["log"]
+        self.logged = header["logged"]
         return int(header["epochs"])
 
     def keep(self, state: State, epochs: int, lines: list[dict[str, Any]], meaningless: bool) -> None:
@@ -243,10 +230,11 @@ class RunFiles:
         if self.out is None:
             return
         mark = {"meaningless": True} if meaningless else {}
-        self.lines = self.lines + [json.dumps({**line, **mark}) for line in lines]
-        header = {"made_of": self.made_of, "epochs": epochs, "log": self.lines}
+        text = "".join(json.dumps({**line, **mark}) + "\n" for line in lines).encode()
+        write_after(self.log, self.logged, text)
+        self.logged += len(text)
+        header = {"made_of": self.made_of, "epochs": epochs, "logged": self.logged}
         write_tensors(self.checkpoint, "checkpoint", state.tensors(), header)
-        write_whole(self.log, "".join(line + "\n" for line in self.lines).encode())
 
     def finish(self, prompt: Prompt) -> None:
         """At the end: the prompt, and the checkpoint goes."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from selftpt.settings import Matching, Reduction
 
@@ -54,24 +53,43 @@ def cpt(
     positive = torch.einsum("vcf,wcf->vcw", z, z) / temperature
     positive = positive.masked_fill(~others[:, None], float("-inf")).logsumexp(-1).flatten()
 
-    flat = z.flatten(0, 1)
-    index = torch.arange(len(flat), device=z.device)
-
-    def denominator(chosen: Tensor) -> Tensor:
-        similarity = flat[chosen] @ flat.t() / temperature
-        left_out = chosen[:, None] == index
-        if same is not None:
-            kind, own = same.repeat(views), index % classes
-            left_out = left_out | ((kind[chosen][:, None] == kind) & (own[chosen][:, None] != own))
-        return similarity.masked_fill(left_out, float("-inf")).logsumexp(-1)
-
-    blocks = index.split(max(64, held // len(flat)))
-    if len(blocks) == 1:
-        total = denominator(index)
-    else:
-        total = torch.cat([checkpoint(denominator, block, use_reentrant=False) for block in blocks])
+    kind = torch.arange(classes, device=z.device) if same is None else same
+    total: Tensor = _Denominator.apply(z.flatten(0, 1), kind.repeat(views), classes, temperature, held)
     terms = total - positive
     return terms.mean() if reduction == "mean" else terms.sum()
+
+
+class _Denominator(torch.autograd.Function):
+    """The logarithm of Eq. 9's denominator for every row of z [VC, F], in blocks of rows that are never kept.
+
+    Its backward pass computes the blocks again, out of differentiable pieces, so that it has one of its own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, kind: Tensor, classes: int, temperature: float, held: int) -> Tensor:
+        ctx.kind, ctx.classes, ctx.temperature = kind, classes, temperature
+        ctx.blocks = torch.arange(len(z), device=z.device).split(max(64, held // len(z)))
+        total = torch.cat([_similarity(z, block, kind, classes, temperature).logsumexp(-1) for block in ctx.blocks])
+        ctx.save_for_backward(z, total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        z, total = ctx.saved_tensors
+        by_row, by_column = [], torch.zeros_like(z)
+        for block in ctx.blocks:
+            similarity = _similarity(z, block, ctx.kind, ctx.classes, ctx.temperature)
+            weight = (similarity - total[block, None]).exp() * (gradient[block, None] / ctx.temperature)
+            by_row.append(weight @ z)
+            by_column = by_column + weight.t() @ z[block]
+        return torch.cat(by_row) + by_column, None, None, None, None
+
+
+def _similarity(z: Tensor, rows: Tensor, kind: Tensor, classes: int, temperature: float) -> Tensor:
+    """z_i · z_j / τ of some rows i with all j, -∞ where j is i itself or another class of an equal name."""
+    index = torch.arange(len(z), device=z.device)
+    equal = (kind[rows][:, None] == kind) & (rows[:, None] % classes != index % classes)
+    return (z[rows] @ z.t() / temperature).masked_fill(equal | (rows[:, None] == index), float("-inf"))
 
 
 def moving_average(average: Tensor | None, gradient: Tensor, decay: float) -> Tensor:
@@ -80,8 +98,10 @@ def moving_average(average: Tensor | None, gradient: Tensor, decay: float) -> Te
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Eq. 10: the cosine between two gradients of one shape."""
-    return F.cosine_similarity(a.flatten(), b.flatten(), dim=0)
+    """Eq. 10: the cosine between two gradients of one shape; 0 if one of them is."""
+    norms = a.norm() * b.norm()
+    product = (a * b).sum()
+    return product / norms if norms > 0 else product
 
 
 def gradient_matching(target: Tensor, gradient: Tensor, kind: Matching = "cosine") -> Tensor:

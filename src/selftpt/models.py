@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.images import Preprocess
 from selftpt.settings import Precision
 from selftpt.text import TextTower
@@ -103,7 +104,7 @@ def load_model(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SelfTPTError(f"the device {device!r} cannot be used here: choose of cpu, cuda, mps") from error
-    source, quick = _resolve(name, pretrained)
+    source, quick, preprocess = _resolve(name, pretrained)
     random = pretrained == RANDOM
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -113,6 +114,7 @@ def load_model(
                 None if random else pretrained,
                 load_weights=not random,
                 force_quick_gelu=quick,
+                force_preprocess_cfg=preprocess,
                 pretrained_text=False,
                 require_pretrained=not random,
             )
@@ -124,18 +126,24 @@ def load_model(
     if source.startswith("local-dir:") and not random:
         pretrained = None
     config = {"quick_gelu": quick, **(open_clip.get_model_config(source) or {})}
+    if os.path.isdir(name):
+        name = os.path.abspath(name)
+    if pretrained and os.path.isfile(pretrained):
+        pretrained = os.path.abspath(pretrained)
     id = ModelId(name, pretrained, _digest(clip, {**config, "preprocess": clip.visual.preprocess_cfg}))
     return Model(clip, tokenizer, id, config["embed_dim"], device, precision)
 
 
-def _resolve(name: str, pretrained: str | None) -> tuple[str, bool]:
-    """open_clip's name for a model, and whether its weights want QuickGELU whatever the name says."""
+def _resolve(name: str, pretrained: str | None) -> tuple[str, bool, dict[str, Any]]:
+    """open_clip's name for a model, whether its weights want QuickGELU whatever the name says, and preprocessing that
+    open_clip would not find: that of a checkpoint file is the one all published weights of the model agree on.
+    """
     if name.startswith(("hf-hub:", "local-dir:")):
-        return name, False
-    if Path(name).is_dir():
+        return name, False, {}
+    if os.path.isdir(name):
         if not (Path(name) / "open_clip_config.json").is_file():
             raise SelfTPTError(f"the folder {name} has no open_clip_config.json: it is not a model of open_clip")
-        return f"local-dir:{name}", False
+        return f"local-dir:{name}", False, {}
     known = name.replace("/", "-")
     if known not in open_clip.list_models():
         near = difflib.get_close_matches(known, open_clip.list_models(), n=3, cutoff=0.4)
@@ -145,13 +153,22 @@ def _resolve(name: str, pretrained: str | None) -> tuple[str, bool]:
     if pretrained is None:
         published = ", ".join(tags) or "none are published"
         raise SelfTPTError(f"{name} needs weights: name them ({published}) or give a checkpoint file")
-    if pretrained == RANDOM or Path(pretrained).is_file():
-        return known, False
+    if pretrained == RANDOM or os.path.isfile(pretrained):
+        if pretrained != RANDOM and f"{known}-quickgelu" in open_clip.list_models():
+            text = f"if {pretrained} holds weights of OpenAI or others trained with QuickGELU, name {known}-quickgelu"
+            warnings.warn(text, SelfTPTWarning, stacklevel=3)
+        cfgs = [open_clip.get_pretrained_cfg(known, tag) for tag in tags]
+        agreed = {
+            key: cfgs[0][key]
+            for key in ("mean", "std", "interpolation", "resize_mode")
+            if cfgs and all(key in cfg and cfg[key] == cfgs[0][key] for cfg in cfgs)
+        }
+        return known, False, agreed
     if pretrained not in tags and not open_clip.get_pretrained_cfg(known, pretrained):
         raise SelfTPTError(
             f"{name} has no weights {pretrained!r}, and there is no such file: choose of {', '.join(tags) or 'none'}"
         )
-    return known, bool(open_clip.get_pretrained_cfg(known, pretrained).get("quick_gelu"))
+    return known, bool(open_clip.get_pretrained_cfg(known, pretrained).get("quick_gelu")), {}
 
 
 def _why(name: str, pretrained: str | None, error: Exception) -> str:
@@ -159,14 +176,14 @@ def _why(name: str, pretrained: str | None, error: Exception) -> str:
     first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     if pretrained == RANDOM:
         return f"{name} cannot be built: {first}"
-    if pretrained and Path(pretrained).is_file():
+    if pretrained and os.path.isfile(pretrained):
         return f"{pretrained} does not hold weights of {name}: {first}"
-    if Path(name.removeprefix("local-dir:")).is_dir():
+    if os.path.isdir(name.removeprefix("local-dir:")):
         return f"the model in {name} cannot be loaded: {first}"
     weights = f"the weights {pretrained!r} of {name}" if pretrained else name
     return (
         f"{weights} could not be downloaded: check the connection, or fetch the checkpoint on another machine "
-        "and give the file with --pretrained (its name here is pretrained=)"
+        f"and give the file in place of the weights' name ({first[:100]})"
     )
 
 

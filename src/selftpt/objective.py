@@ -38,7 +38,7 @@ class Task:
         if self.hand is not None:
             views["hand"] = self.hand
         c = self.contrast
-        z = project(torch.stack([views[view] for view in c.views]), head, c.normalize)
+        z = torch.stack([project(views[view], head, c.normalize) for view in c.views])
         return cpt(z, None if c.equal_apart else self.same, c.temperature, c.reduction)
 
 

@@ -1,6 +1,7 @@
 """Settings of the three stages: frozen, checked when made, saved with every output, and the CLI's options.
 
-They import nothing heavy, so that `selftpt --help` and a wrong option are answered at once.
+None is what the command line calls 0. They import nothing heavy, so that `selftpt --help` and a wrong option are
+answered at once.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def _at_least(low: float, settings: Any, *names: str) -> None:
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise SelfTPTError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**31:
+        raise SelfTPTError(f"seed must be 0 or more and below 2147483648, not {seed}")
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class LearnConfig:
         _above(1, self, "classes_per_step")
         _at_least(0, self, "momentum", "weight_decay", "ce", "cpt", "gm", "decay")
         _one_of("matching", self.matching, get_args(Matching))
+        _check_seed(self.seed)
         if self.decay >= 1 or self.momentum >= 1:
             raise SelfTPTError("momentum and decay must be below 1")
         if self.ce == self.cpt == self.gm == 0:
@@ -143,5 +150,6 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         _above(0, self, "top", "views", "confident", "batch", "max_megapixels")
+        _check_seed(self.seed)
         if self.confident > 1:
             raise SelfTPTError(f"confident is a share of the views, at most 1, not {self.confident}")

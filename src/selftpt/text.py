@@ -20,7 +20,7 @@ from selftpt.blocks import Block, is_known
 from selftpt.settings import VIEWS, View
 from selftpt.tokens import ClassTokens, Tokenizer
 
-KeyValue = tuple[Tensor, Tensor]  # of one layer, each [1 or n, H, rows, D]
+KeyValue = tuple[Tensor, Tensor]  # of one layer, each [H, 1 or n, rows, D]
 
 
 def before_name(view: View, length: int) -> int:
@@ -56,7 +56,7 @@ class TextTower:
         if self.short:
             self.blocks = [Block(block) for block in part.transformer.resblocks]
             heads = self.blocks[0].heads
-            nothing = self.embedding.weight.new_empty(1, heads, 0, self.width // heads)
+            nothing = self.embedding.weight.new_empty(heads, 1, 0, self.width // heads)
             start = torch.tensor([tokenizer.start], dtype=torch.long, device=self.device)
             self.start = self.constants(start, 0, [(nothing, nothing)] * len(self.blocks))
 
@@ -118,19 +118,22 @@ class TextTower:
             out = []
             shared: KeyValue | None = None
             for segment, packed, query in zip(segments, rows, queries, strict=True):
-                n = segment.count
-                *asks, k, v = packed.unflatten(0, (n, segment.size)).permute(2, 0, 3, 1, 4)  # each [n, H, S, D]
-                past = segment.past[layer]
-                before = [past] if shared is None else [past, tuple(t[:, :, : segment.prefix] for t in shared)]
-                shared = shared or (k, v)
-                k = torch.cat([*(b[0].expand(n, -1, -1, -1) for b in before), k], 2)
-                v = torch.cat([*(b[1].expand(n, -1, -1, -1) for b in before), v], 2)
+                *asks, k, v = packed.unflatten(0, (segment.count, segment.size)).permute(2, 3, 0, 1, 4)  # [H, n, S, D]
+                before = segment.past[layer]
+                if shared is None:
+                    shared = k, v
+                elif segment.prefix:
+                    before_k, before_v = (
+                        torch.cat([past, new[:, :, : segment.prefix]], 2)
+                        for past, new in zip(before, shared, strict=True)
+                    )
+                    before = before_k, before_v
                 if keep is not None:
-                    keep.append((k, v))
+                    keep.append((_after(before[0], k), _after(before[1], v)))
                 if query is not None:
-                    asks = [query.transpose(1, 2)]
+                    asks = [query.permute(2, 0, 1, 3)]
                 if asks:
-                    out.append(_attend(asks[0], k, v))
+                    out.append(_attend(asks[0], before, k, v))
             x = block.finish(x, torch.cat(out))
         return x
 
@@ -143,15 +146,31 @@ class TextTower:
         return x
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last rows of a sequence, q [n, H, S, D] and k, v [n, H, K, D]: [n * S, H, D].
+def _after(past: Tensor, new: Tensor) -> Tensor:
+    """Keys or values [H, n, rows, D] behind those of the past, which all n may share."""
+    return torch.cat([past.expand(-1, new.shape[1], -1, -1), new], 2)
 
+
+def _attend(q: Tensor, before: KeyValue, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of n sequences to what is before them and, causally, to themselves: [n * S, H, D].
+
+    q: [H, n, S or 1 (the last row), D]; k, v: [H, n, S, D].
+    before: keys and values [H, n, c, D], or [H, 1, c, D] that all sequences share: those are never repeated.
     Written out because the fused kernels have no second derivative; at these lengths it is as fast.
     """
-    ahead = torch.full((q.shape[2], k.shape[2]), float("-inf"), dtype=q.dtype, device=q.device)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + ahead.triu(k.shape[2] - q.shape[2] + 1)
-    out: Tensor = (scores.softmax(-1) @ v).transpose(1, 2).flatten(0, 1)
-    return out
+    heads, n, asking, width = q.shape
+    old, new = before[0].shape[2], k.shape[2]
+    groups = (heads * n, asking) if before[0].shape[1] == n else (heads, n * asking)
+    # contiguous, so that what is kept for the backward pass is never a view that keeps all rows
+    q, k, v = (t.reshape(heads * n, t.shape[2], width).contiguous() for t in (q, k, v))
+    rows = q.view(*groups, width)
+    before_k, before_v = (t.reshape(groups[0], old, width) for t in before)
+    ahead = torch.full((asking, new), float("-inf"), dtype=q.dtype, device=q.device).triu(new - asking + 1)
+    first = torch.bmm(rows, before_k.transpose(1, 2)).view(heads * n, asking, old)
+    scores = torch.cat([first, torch.bmm(q, k.transpose(1, 2)) + ahead], -1) * width**-0.5
+    to_old, to_new = scores.softmax(-1).split([old, new], -1)
+    out = torch.bmm(to_old.reshape(*groups, old), before_v).view(heads * n, asking, width) + torch.bmm(to_new, v)
+    return out.view(heads, n, asking, width).permute(1, 2, 0, 3).flatten(0, 1)
 
 
 class PackedWalk:
@@ -257,7 +276,7 @@ class TextEncoder:
     """The features of a class list under a prompt of `length` vectors, in some views.
 
     chunk: walk at most so many classes at once. A longer list is cut into chunks of names of like length, and its
-    gradients (`pull`, `curve`) are computed chunk by chunk, so that memory does not grow with the list.
+    gradients (`pull`, `curve`) are computed chunk by chunk, so that with the list only the features themselves grow.
     """
 
     def __init__(

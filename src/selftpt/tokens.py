@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.settings import ContrastConfig
 
 
 class Tokenizer:
@@ -117,6 +119,28 @@ def tokenize(names: Sequence[str], tokenizer: Tokenizer, room: int) -> ClassToke
         cleaned.append(clean)
         ids.append(tokens)
     return ClassTokens(tuple(cleaned), tuple(ids), _first_equal(ids))
+
+
+def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contrast: ContrastConfig) -> ClassTokens:
+    """The class names of a task, each with room for `length` prompt vectors and for the hand-written sentence."""
+    if isinstance(names, str):
+        raise SelfTPTError(f"class names are a list of strings, not the string {names!r}")
+    if len(names) == 1:
+        raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
+    around = length + len(tokenizer.encode(".", after="photo"))
+    if "hand" in contrast.views:
+        words, tail = contrast.template.split("{}")
+        around = max(around, len(tokenizer.encode(words)) + len(tokenizer.encode(tail, after="photo")))
+    room = tokenizer.context - len(tokenizer.start) - len(tokenizer.end) - around
+    if room < 1:
+        raise SelfTPTError(
+            f"a prompt of {length} vectors or the template {contrast.template!r} leaves no room for a class name "
+            f"in the {tokenizer.context} tokens of this model"
+        )
+    tokens = tokenize(names, tokenizer, room)
+    if tokens.repeated:
+        warnings.warn(f"equal class names: {', '.join(tokens.repeated)}", SelfTPTWarning, stacklevel=3)
+    return tokens
 
 
 def _first_equal(keys: Sequence[Any]) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import re
 import sys
 import warnings
 from typing import Annotated
@@ -41,24 +44,25 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 def main() -> None:
     """Run the command line: one line for what a user can mend, and exit code 2."""
     warnings.showwarning = _note  # type: ignore[assignment]
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # file names need not be text
+            stream.reconfigure(errors="surrogateescape")
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:
-            code = _fail("interrupted: nothing half-written is left; the same command goes on from what is done")
+            code = _fail("interrupted: nothing half-written is left; learn goes on from what is done")
         sys.stdout.flush()
     except SelfTPTError as error:
         code = _fail(str(error))
     except TyperException as error:
         code = _fail(getattr(error, "format_message", error.__str__)())
-    except BrokenPipeError:  # the reader has had enough
+    except OSError as error:  # what we write ourselves is a SelfTPTError: this is standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except MemoryError:
-        code = _fail("out of memory: lower --chunk or --batch")
-    except RuntimeError as error:
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+        code = 1 if error.errno == errno.EPIPE else _fail(f"cannot write the answer: {error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        code = _fail("out of memory: lower --chunk or --batch")
+        code = _fail("out of memory: lower --chunk, or --batch of predict and classify")
     sys.exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,17 +48,22 @@ def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig)
     from selftpt.adaptation import adapt
     from selftpt.classifier import Classifier
     from selftpt.files import cache_folder, digest
+    from selftpt.tokens import class_tokens
     from selftpt.version import __version__
 
     key = digest(__version__, model.id.digest, prompt.digest, names, dataclasses.asdict(config))
     file = cache_folder() / "classifiers" / f"{key}.safetensors"
-    if file.exists():
+    if os.path.exists(file):
         try:
             classifier = Classifier.load(file, model)
+            class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)  # tells of equal names
             print("note: adapted before: the kept classifier is used", file=sys.stderr)
             return classifier
         except SelfTPTError as error:
             print(f"note: adapting anew: {error}", file=sys.stderr)
     classifier = adapt(model, prompt, names, config)
-    classifier.save(file)
+    try:
+        classifier.save(file)
+    except SelfTPTError as error:
+        print(f"note: the classifier is not kept: {error}", file=sys.stderr)
     return classifier

@@ -23,15 +23,16 @@ def command(
     if as_json:
         print(json.dumps(header, ensure_ascii=False))
         return
-    model = header.get("model", {})
-    print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {header['origin'].get('selftpt', '?')})")
-    print(f"model: {model.get('name')} ({model.get('pretrained')}), digest {model.get('digest')}")
+    origin, model = header.get("origin", {}), header.get("model")
+    print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {origin.get('selftpt', 'unknown')})")
+    if model:
+        print(f"model: {model['name']} ({model['pretrained']}), digest {model['digest']}")
     if header.get("meaningless"):
         print("made with random weights: meaningless")
-    names = header.get("names") or header["origin"].get("classes", [])
-    print(f"classes: {len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    if names := header.get("names") or origin.get("classes"):
+        print(f"classes: {len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
     for name, shape in header["tensors"].items():
         print(f"{name}: {' x '.join(map(str, shape))}")
-    for key, value in {**header.get("contrast", {}), **header["origin"].get("settings", {})}.items():
+    for key, value in {**header.get("contrast", {}), **origin.get("settings", {})}.items():
         if not isinstance(value, dict):
             print(f"{key}: {value}")

@@ -126,7 +126,7 @@ def read_names(names: str | None, file: Path | None) -> list[str]:
         return [name.strip() for name in names.split(",") if name.strip()]
     assert file is not None
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SelfTPTError(f"cannot read class names from {file}: {error}") from error
     if not text.lstrip().startswith("["):

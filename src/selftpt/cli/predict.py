@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -43,8 +44,9 @@ def command(
     from selftpt.classifier import Classifier
 
     made = Classifier.load(classifier)
-    ready = Classifier.load(classifier, options.load(made.model_id))
-    show(ready, paths, config, Format.jsonl if as_json else format)
+    model = options.load(made.model_id)
+    made.model_id.check(model, f"the classifier {classifier}")
+    show(dataclasses.replace(made, model=model), paths, config, Format.jsonl if as_json else format)
 
 
 def listed(pictures: list[str]) -> Iterable[Path]:
@@ -58,23 +60,23 @@ def listed(pictures: list[str]) -> Iterable[Path]:
 
 def show(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
     """Print predictions as they come; exit code 2 if no picture could be used."""
-    from PIL import Image
-
     from selftpt.images import PictureError
 
-    Image.MAX_IMAGE_PIXELS = None  # our own limit, which can be raised, stands in its place
     failed: list[PictureError] = []
+    alone = isinstance(paths, list) and len(paths) == 1
 
     def report(error: PictureError) -> None:
         failed.append(error)
-        print(f"note: left out {error}", file=sys.stderr)
+        if not alone:
+            print(f"note: left out {error}", file=sys.stderr)
 
     predictions = classifier.predict(paths, config=config, on_error=report)
     if format is Format.table or not sys.stdout.isatty():  # else the lines themselves show that it goes on
         predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
     done = PRINTERS[format](predictions, classifier.model_id.meaningless)
-    if failed and not done:
-        raise SelfTPTError("no picture could be used" if len(failed) > 1 else "the picture could not be used")
+    if not done:
+        none = f"none of the {len(failed)} pictures could be used" if failed else "no picture was named"
+        raise SelfTPTError(str(failed[0]) if alone else none)
     if failed:
         print(f"note: {len(failed)} of {len(failed) + done} pictures were left out", file=sys.stderr)
 
@@ -101,7 +103,7 @@ def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
         rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True))
         table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", rest)
     if count:
-        Console(highlight=False, markup=False).print(table)
+        Console(highlight=False, markup=False, emoji=False).print(table)
     return count
 
 
