@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk", type=int, default=8, help="classes a chunk, in chunked mode")
+    parser.add_argument("--chunk", type=int, default=12, help="classes a chunk, in chunked mode")
     parser.add_argument("--stage1-classes", type=int, default=40, help="the plain walk needs about 0.3 GB a class")
     parser.add_argument("--rounds", type=int, default=1, help="rounds that are counted, after one that is not")
     parser.add_argument("--memory", nargs=4, metavar=("STAGE", "CLASSES", "OURS", "CHUNK"), help=argparse.SUPPRESS)
