@@ -12,7 +12,7 @@ setup: .venv/installed
 	touch $@
 
 demo: setup
-	$(BIN)/python tools/demo.py
+	$(BIN)/selftpt demo
 
 lint: setup
 	$(BIN)/ruff check .

@@ -14,14 +14,19 @@ from typing import Any
 
 
 def interleaved(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each job in rounds in which all take turns; a round before them is not counted."""
+    """Seconds of each job in rounds in which all take turns; a round before them is not counted.
+
+    A short job is done again until it has taken two seconds, and its mean is taken.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(rounds + 1):
         for name, job in jobs.items():
             gc.collect()
-            begin = time.perf_counter()
-            job()
-            seconds[name].append(time.perf_counter() - begin)
+            begin, count = time.perf_counter(), 0
+            while count == 0 or time.perf_counter() - begin < 2:
+                job()
+                count += 1
+            seconds[name].append((time.perf_counter() - begin) / count)
     return {name: times[1:] for name, times in seconds.items()}
 
 

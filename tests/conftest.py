@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from selftpt import cli
+from tests.commands import Answer, Run
 
 torch.set_num_threads(1)
 
@@ -17,3 +22,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("SELFTPT_CACHE", str(folder))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes that a test starts
     return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process."""
+
+    def call(*arguments: str | Path, stdin: str = "") -> Answer:
+        monkeypatch.setattr(sys, "argv", ["selftpt", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Answer(int(stop.value.code or 0), *capsys.readouterr())
+
+    return call

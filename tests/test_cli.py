@@ -11,39 +11,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from PIL import Image
 
-from selftpt import adaptation, cli
+from selftpt import adaptation
 from selftpt.files import read_file, write_tensors
+from tests.commands import Answer, Run, refused
 from tests.folders import make_model, make_photos
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Answer]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process."""
-
-    def call(*arguments: str | Path, stdin: str = "") -> Answer:
-        monkeypatch.setattr(sys, "argv", ["selftpt", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return Answer(int(stop.value.code or 0), *capsys.readouterr())
-
-    return call
 
 
 class Place(NamedTuple):
@@ -67,18 +44,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         prompt = selftpt.learn(model, made.photos, selftpt.LearnConfig(epochs=2), out=made.prompt)
     selftpt.adapt(model, prompt, ["cat", "dog", "bird"]).save(made.classifier)
     return made
-
-
-def refused(answer: Answer, *words: str) -> None:
-    """One line that says it, exit code 2, nothing on standard output."""
-    assert answer.code == 2, answer
-    lines = [line for line in answer.err.splitlines() if not line.startswith("note: ")]
-    assert len(lines) == 1, answer.err
-    assert lines[0].startswith("selftpt: ")
-    assert "Traceback" not in answer.err
-    assert answer.out == ""
-    for word in words:
-        assert word in answer.err, answer.err
 
 
 def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
@@ -376,7 +341,6 @@ def test_wrong_models_are_refused(run: Run, place: Place, tmp_path: Path) -> Non
     def learn(*arguments: str | Path) -> Answer:
         return run("learn", place.photos, "--out", tmp_path / "p", *arguments)
 
-    refused(learn(), "which model?")
     refused(learn("--model", "x" * 300, "--pretrained", "random"), "no model is called")
     refused(learn("--model", "ViT-B-17", "--pretrained", "random"), "did you mean", "ViT-B-16")
     refused(learn("--model", "ViT-B-16"), "needs weights", "openai")

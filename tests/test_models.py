@@ -134,8 +134,8 @@ def test_models_of_open_clip_by_name(name: str) -> None:
     )
 
 
-def test_the_list_has_every_model_of_open_clip() -> None:
-    assert list(list_models()) == open_clip.list_models()
+def test_the_list_has_the_embedded_model_and_all_of_open_clip() -> None:
+    assert list(list_models()) == ["selftpt-tiny", *open_clip.list_models()]
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

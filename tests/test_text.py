@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -197,9 +198,11 @@ def test_derivatives(kind: str, length: int) -> None:
     assert relative(found[1], wanted[1]) < 1e-9
 
 
+@pytest.mark.parametrize("wide", [2, 64])
 @pytest.mark.parametrize("kind", BOTH_WAYS)
-def test_chunked(kind: str) -> None:
+def test_chunked(kind: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked features, pulled-back gradients and second derivatives equal those of the whole list."""
+    monkeypatch.setattr("selftpt.text.WIDE", wide)
     model = small(kind, torch.float64)
     names, length = names_of([4, 1, 12, 1, 2, 4, 9]), 3
     prompt = random_prompt(model, length)
@@ -216,7 +219,9 @@ def test_chunked(kind: str) -> None:
         encoder = encoder_of(model, names, length, chunk=chunk)
         assert encoder.whole is (chunk is None or chunk >= len(names))
         assert [len(c) for c in encoder.chunks[:-1]] == [chunk] * (len(encoder.chunks) - 1)
+        encoder.tick = tick = Mock()
         assert relative(encoder(prompt), features) < 1e-9
+        assert tick.call_count == len(encoder.wide)
         found = [*encoder.pull(prompt, u, w), *encoder.curve(prompt, u, v)]
         for one, wanted in zip(found, [pulled, other, curved, moved], strict=True):
             assert relative(one, wanted) < 1e-9, f"in chunks of {chunk}"

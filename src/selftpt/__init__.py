@@ -10,7 +10,7 @@ from selftpt.settings import AdaptConfig, ContrastConfig, LearnConfig, PredictCo
 from selftpt.version import __version__
 
 if TYPE_CHECKING:
-    from selftpt.adaptation import adapt
+    from selftpt.adaptation import adapt, zero_shot
     from selftpt.classifier import Classifier, Prediction
     from selftpt.images import Source
     from selftpt.learning import learn
@@ -34,6 +34,7 @@ __all__ = [
     "learn",
     "list_models",
     "load_model",
+    "zero_shot",
 ]
 
 _HEAVY = {  # these need torch and open_clip, which take seconds to import: on first use
@@ -46,6 +47,7 @@ _HEAVY = {  # these need torch and open_clip, which take seconds to import: on f
     "list_models": "models",
     "load_model": "models",
     "Prompt": "prompt",
+    "zero_shot": "adaptation",
 }
 
 

@@ -16,10 +16,24 @@ from selftpt.models import Model
 from selftpt.objective import Task, contrast_step
 from selftpt.progress import Bar
 from selftpt.prompt import Prompt
-from selftpt.settings import VIEWS, AdaptConfig, View
+from selftpt.settings import VIEWS, AdaptConfig, ContrastConfig, View
 from selftpt.text import TextEncoder, encode_template
 from selftpt.tokens import class_tokens
 from selftpt.version import __version__
+
+
+def zero_shot(
+    model: Model, names: Sequence[str], template: str = ContrastConfig.template, chunk: int | None = AdaptConfig.chunk
+) -> Classifier:
+    """The classifier of one hand-written sentence, without a learned prompt: its weights are [C, D].
+
+    names: of the classes, [C]; template: has {} where a name goes; chunk: how many names are walked at once.
+    """
+    contrast = ContrastConfig(template=template)
+    tokens = class_tokens(model.text.tokenizer, names, 0, contrast)
+    weights = F.normalize(encode_template(model.text, tokens, template, chunk), dim=-1)
+    origin = {"stage": "zero-shot", "template": template, "selftpt": __version__}
+    return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
 
 
 def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
@@ -37,7 +51,7 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
         encoder = TextEncoder(model.text, tokens, length, contrast.learned, chunk=config.chunk)
         task = Task(encoder, hand, tokens.same.to(device), contrast)
         optimizer = torch.optim.SGD([context], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-        walks = config.steps * len(encoder.walks) * (1 if encoder.whole else 2)
+        walks = config.steps * (len(encoder.walks) + (0 if encoder.whole else len(encoder.wide)))
         with Bar("adapting", walks) as bar:
             encoder.tick = bar.step
             for _ in range(config.steps):

@@ -28,6 +28,8 @@ from selftpt.vision import ImageTower
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RANDOM = "random"
+EMBEDDED = "selftpt-tiny"  # comes with the package: docs/embedded-model.md
+EMBEDDED_FILES = Path(__file__).parent / "embedded"
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Model:
 
 
 def list_models() -> dict[str, list[str]]:
-    """Every model of open_clip by name, with the names of its weights."""
-    return {name: open_clip.list_pretrained_tags_by_model(name) for name in open_clip.list_models()}
+    """The embedded model, with no weights to choose, and every model of open_clip with the names of its weights."""
+    return {EMBEDDED: [], **{name: open_clip.list_pretrained_tags_by_model(name) for name in open_clip.list_models()}}
 
 
 def best_device() -> str:
@@ -88,11 +90,12 @@ def best_device() -> str:
 
 
 def load_model(
-    name: str, pretrained: str | None = None, *, device: str | None = None, precision: Precision = "fp32"
+    name: str = EMBEDDED, pretrained: str | None = None, *, device: str | None = None, precision: Precision = "fp32"
 ) -> Model:
     """Load a frozen model.
 
-    name: a name of open_clip (`selftpt.list_models`), "hf-hub:ORG/REPO", or a folder with open_clip_config.json.
+    name: a name of open_clip (`selftpt.list_models`), "hf-hub:ORG/REPO", or a folder with open_clip_config.json;
+    without one, the small model that comes with selftpt.
     pretrained: the name of its weights, a checkpoint file, or "random" (for tests and speed: answers mean nothing).
     device: cpu, cuda, mps; the best there is by default.
     precision: of the image tower, fp32, bf16 or fp16; the text tower, which runs once a class list, stays in fp32.
@@ -126,7 +129,7 @@ def load_model(
     if source.startswith("local-dir:") and not random:
         pretrained = None
     config = {"quick_gelu": quick, **(open_clip.get_model_config(source) or {})}
-    if os.path.isdir(name):
+    if name != EMBEDDED and os.path.isdir(name):
         name = os.path.abspath(name)
     if pretrained and os.path.isfile(pretrained):
         pretrained = os.path.abspath(pretrained)
@@ -138,6 +141,10 @@ def _resolve(name: str, pretrained: str | None) -> tuple[str, bool, dict[str, An
     """open_clip's name for a model, whether its weights want QuickGELU whatever the name says, and preprocessing that
     open_clip would not find: that of a checkpoint file is the one all published weights of the model agree on.
     """
+    if name == EMBEDDED:
+        if pretrained not in (None, RANDOM):
+            raise SelfTPTError(f"{EMBEDDED} has weights of its own: name a model that has the weights {pretrained!r}")
+        return f"local-dir:{EMBEDDED_FILES}", False, {}
     if name.startswith(("hf-hub:", "local-dir:")):
         return name, False, {}
     if os.path.isdir(name):
@@ -146,7 +153,7 @@ def _resolve(name: str, pretrained: str | None) -> tuple[str, bool, dict[str, An
         return f"local-dir:{name}", False, {}
     known = name.replace("/", "-")
     if known not in open_clip.list_models():
-        near = difflib.get_close_matches(known, open_clip.list_models(), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(known, list_models(), n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}? " if near else ""
         raise SelfTPTError(f"no model is called {name!r}: {hint}`selftpt models` lists them")
     tags = open_clip.list_pretrained_tags_by_model(known)
@@ -176,6 +183,8 @@ def _why(name: str, pretrained: str | None, error: Exception) -> str:
     first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     if pretrained == RANDOM:
         return f"{name} cannot be built: {first}"
+    if name == EMBEDDED:
+        return f"the model that comes with selftpt cannot be loaded, install selftpt again: {first}"
     if pretrained and os.path.isfile(pretrained):
         return f"{pretrained} does not hold weights of {name}: {first}"
     if os.path.isdir(name.removeprefix("local-dir:")):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from selftpt.errors import SelfTPTError
 from selftpt.files import read_tensors, write_tensors
 from selftpt.losses import Head
-from selftpt.models import Model, ModelId
+from selftpt.models import EMBEDDED_FILES, Model, ModelId
 from selftpt.settings import ContrastConfig
 
 
@@ -52,6 +52,11 @@ class Prompt:
             sha.update(f"{tuple(tensor.shape)}".encode())
             sha.update(tensor.contiguous().numpy().data)
         return sha.hexdigest()[:32]
+
+    @classmethod
+    def embedded(cls) -> Prompt:
+        """The prompt that comes with selftpt, for its embedded model."""
+        return cls.load(EMBEDDED_FILES / "prompt.safetensors")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Prompt:

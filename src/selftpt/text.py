@@ -20,6 +20,7 @@ from selftpt.blocks import Block, is_known
 from selftpt.settings import VIEWS, View
 from selftpt.tokens import ClassTokens, Tokenizer
 
+WIDE = 64  # classes that a packed walk without a graph takes at once, at least: it needs little memory for each
 KeyValue = tuple[Tensor, Tensor]  # of one layer, each [H, 1 or n, rows, D]
 
 
@@ -275,8 +276,9 @@ class PlainWalk:
 class TextEncoder:
     """The features of a class list under a prompt of `length` vectors, in some views.
 
-    chunk: walk at most so many classes at once. A longer list is cut into chunks of names of like length, and its
-    gradients (`pull`, `curve`) are computed chunk by chunk, so that with the list only the features themselves grow.
+    chunk: walk at most so many classes at once where a graph is kept. A longer list is cut into chunks of names of like
+    length, and its gradients (`pull`, `curve`) are computed chunk by chunk, so that with the list only the features
+    themselves grow.
     """
 
     def __init__(
@@ -289,25 +291,28 @@ class TextEncoder:
         chunk: int | None = None,
     ) -> None:
         self.tower, self.views = tower, tuple(views)
-        by_size = sorted(range(len(tokens)), key=lambda i: len(tokens.ids[i]))
+        by_size = torch.tensor(sorted(range(len(tokens)), key=lambda i: len(tokens.ids[i])), device=tower.device)
         size = chunk or len(tokens)
         self.whole = len(tokens) <= size
-        self.chunks = [torch.tensor(by_size[i : i + size], device=tower.device) for i in range(0, len(tokens), size)]
-        self.inverse = torch.cat(self.chunks).argsort()
+        self.inverse = by_size.argsort()
         self.tick: Callable[[], object] = lambda: None  # is told of every walk, for a progress bar
         ending = tower.tokenizer.encode(tail, after="photo")
-        self.walks: list[PackedWalk | PlainWalk] = []
-        for classes in self.chunks:
+
+        def walk(classes: Tensor) -> PackedWalk | PlainWalk:
             names = [tokens.ids[i] for i in classes.tolist()]
             if tower.short:
-                self.walks.append(PackedWalk(tower, names, ending, length, views, keep_front=self.whole))
-            else:
-                self.walks.append(PlainWalk(tower, names, ending, length, views))
+                return PackedWalk(tower, names, ending, length, views, keep_front=self.whole)
+            return PlainWalk(tower, names, ending, length, views)
+
+        self.chunks = by_size.split(size)
+        self.walks = [walk(classes) for classes in self.chunks]
+        enough = self.whole or size >= WIDE or not tower.short
+        self.wide = self.walks if enough else [walk(classes) for classes in by_size.split(WIDE)]
 
     def __call__(self, prompt: Tensor) -> Tensor:
-        """Prompt [M, d] to features [V, C, D], with a graph if the prompt asks for one."""
+        """Prompt [M, d] to features [V, C, D]. With a graph, if the prompt asks for one: a large one if chunked."""
         features = []
-        for walk in self.walks:
+        for walk in self.wide:
             features.append(walk(prompt))
             self.tick()
         return torch.cat(features, 1)[:, self.inverse]

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, read_names, with_settings
+from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, PromptFile, read_names, with_settings
 from selftpt.settings import AdaptConfig
 
 
 @with_settings(options=ModelOptions, config=AdaptConfig)
 def command(
-    prompt: Annotated[Path, typer.Option(help="a prompt that `selftpt learn` made")],
     out: Annotated[Path, typer.Option(help="where the classifier is written")],
     options: ModelOptions,
     config: AdaptConfig,
+    prompt: PromptFile = None,
     names: Names = None,
     names_file: NamesFile = None,
     as_json: Json = False,
@@ -26,10 +26,9 @@ def command(
     listed = read_names(names, names_file)
     from selftpt.adaptation import adapt
     from selftpt.files import check_writable
-    from selftpt.prompt import Prompt
 
     check_writable(out)
-    learned = Prompt.load(prompt)
+    learned = options.prompt(prompt)
     classifier = adapt(options.load(learned.model), learned, listed, config)
     classifier.save(out)
     if as_json:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, read_names, with_settings
+from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, PromptFile, read_names, with_settings
 from selftpt.cli.predict import Format, FormatOption, listed, show
 from selftpt.errors import SelfTPTError
 from selftpt.settings import AdaptConfig, PredictConfig
@@ -24,22 +23,30 @@ if TYPE_CHECKING:
 @with_settings(options=ModelOptions, predicting=PredictConfig, adapting=AdaptConfig)
 def command(
     pictures: Pictures,
-    prompt: Annotated[Path, typer.Option(help="a prompt that `selftpt learn` made")],
     options: ModelOptions,
     adapting: AdaptConfig,
     predicting: PredictConfig,
+    prompt: PromptFile = None,
+    zero_shot: Annotated[
+        bool, typer.Option("--zero-shot", help="'a photo of a ...' and no stage 2, to compare")
+    ] = False,
     names: Names = None,
     names_file: NamesFile = None,
     format: FormatOption = Format.table,
     as_json: Json = False,
 ) -> None:
     """Adapt to a list of class names and classify pictures. The second time, adapting is skipped."""
+    if zero_shot and prompt is not None:
+        raise SelfTPTError("--zero-shot uses no prompt: leave one of --zero-shot and --prompt out")
     wanted = read_names(names, names_file)
     paths = listed(pictures)
-    from selftpt.prompt import Prompt
+    if zero_shot:
+        from selftpt import adaptation
 
-    learned = Prompt.load(prompt)
-    classifier = adapted(options.load(learned.model), learned, wanted, adapting)
+        classifier = adaptation.zero_shot(options.load(), wanted, chunk=adapting.chunk)
+    else:
+        learned = options.prompt(prompt)
+        classifier = adapted(options.load(learned.model), learned, wanted, adapting)
     show(classifier, paths, predicting, Format.jsonl if as_json else format)
 
 

@@ -40,4 +40,5 @@ def command(
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        print(f"learned {out} from {facts['pictures']} pictures of {facts['classes']} classes; log: {facts['log']}")
+        what = f"{facts['pictures']} pictures of {facts['classes']} classes, for {facts['model']}"
+        print(f"learned {out} from {what}; log: {facts['log']}")

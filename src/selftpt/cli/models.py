@@ -16,7 +16,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """List the models that --model takes, with the weights that --pretrained takes."""
-    from selftpt.models import list_models
+    from selftpt.models import EMBEDDED, list_models
 
     found = {name: tags for name, tags in list_models().items() if part.lower() in name.lower()}
     if not found:
@@ -26,4 +26,7 @@ def command(
         return
     width = max(map(len, found))
     for name, tags in found.items():
-        print(f"{name:{width}}  {', '.join(tags) or '(no published weights: give a checkpoint file)'}")
+        comes = (
+            "comes with selftpt: the default" if name == EMBEDDED else "no published weights: give a checkpoint file"
+        )
+        print(f"{name:{width}}  {', '.join(tags) or f'({comes})'}")

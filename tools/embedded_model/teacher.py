@@ -1,0 +1,138 @@
+"""Where a name should land: ImageNet's 1,000 class directions, spread to other nouns by kernel regression."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.embedded_model.ingredients import NAMES, WNIDS
+from tools.embedded_model.wordnet import WordNet
+
+if TYPE_CHECKING:
+    from tools.embedded_model.sentences import Sentences
+
+
+@dataclass(frozen=True)
+class Space:
+    """Image features [n, 1280] to the common space: `projection` [D, 1280], `bias` [D]; class directions [1000, D]."""
+
+    projection: Tensor
+    bias: Tensor
+    prototypes: Tensor
+
+    @classmethod
+    def of(cls, head: Tensor, features: Tensor, known: Tensor, dimension: int) -> Space:
+        """The subspace in which the known rows of the classifier's head [1000, 1280] differ most.
+
+        features: what the tower saw of pictures of known classes; the common space has their mean at its origin.
+        """
+        head = head - head[known].mean(0)
+        _, _, basis = torch.linalg.svd(F.normalize(head[known], dim=-1), full_matrices=False)
+        projection = basis[:dimension]
+        return cls(projection, -projection @ features.mean(0), F.normalize(head @ projection.t(), dim=-1))
+
+    def see(self, features: Tensor) -> Tensor:
+        """Unit features [n, D] of pictures."""
+        return F.normalize(features @ self.projection.t() + self.bias, dim=-1)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How alike two things are: by name, by definition, by place in WordNet; chosen by `choose`."""
+
+    name: float = 0.1
+    gloss: float = 0.6
+    place: float = 0.3
+    width: float = 0.35
+    ridge: float = 0.1
+
+
+class Nouns:
+    """ImageNet's classes and WordNet's nouns: their names' vectors, and those and the places of their meanings."""
+
+    def __init__(self, wordnet: WordNet, sentences: Sentences) -> None:
+        senses = wordnet.nouns()
+        self.names = [*NAMES, *senses]
+        meanings = [[wnid[1:]] for wnid in WNIDS] + list(senses.values())
+        offsets = sorted({offset for of in meanings for offset in of})
+        place = {offset: i for i, offset in enumerate(offsets)}
+        rows = [(i, place[offset], 1 / rank) for i, of in enumerate(meanings) for rank, offset in enumerate(of, 1)]
+        self.noun, self.meaning = (torch.tensor(column) for column in list(zip(*rows, strict=True))[:2])
+        weight = torch.tensor([row[2] for row in rows])
+        total = torch.zeros(len(self.names)).index_add(0, self.noun, weight)
+        self.weight = weight / total[self.noun]
+        self.by_name = sentences(self.names)
+        self.by_gloss = sentences(
+            [f"{', '.join(wordnet.meanings[o].words)}: {wordnet.meanings[o].gloss}" for o in offsets]
+        )
+        self.by_place = _places([wordnet.ancestors(offset) for offset in offsets], self.meaning[: len(NAMES)])
+
+    def classes(self) -> Nouns:
+        """ImageNet's classes alone."""
+        alone, count, meaning = copy(self), len(NAMES), self.meaning[: len(NAMES)]
+        alone.names, alone.by_name = self.names[:count], self.by_name[:count]
+        alone.noun, alone.meaning, alone.weight = self.noun[:count], torch.arange(count), self.weight[:count]
+        alone.by_gloss, alone.by_place = self.by_gloss[meaning], self.by_place[meaning]
+        return alone
+
+    def like(self, others: Tensor, kernel: Kernel) -> Tensor:
+        """The kernel between every noun and some classes: [n, len(others)]."""
+        chosen = self.meaning[others]  # a class has one meaning, and is the row of its own number
+        by_gloss = _rbf(self.by_gloss @ self.by_gloss[chosen].t(), kernel)
+        by_meaning = kernel.gloss * by_gloss + kernel.place * (self.by_place @ self.by_place[chosen].t())
+        spread = torch.zeros(len(self.names), len(chosen))
+        spread.index_add_(0, self.noun, self.weight[:, None] * by_meaning[self.meaning])
+        return spread + kernel.name * _rbf(self.by_name @ self.by_name[others].t(), kernel)
+
+    def synonyms(self, known: Tensor) -> Iterator[tuple[int, int]]:
+        """Nouns of which the first meaning is a known class, with that class."""
+        label = {self.meaning[c].item(): c for c in known.tolist()}
+        last = -1
+        for noun, meaning in zip(self.noun.tolist(), self.meaning.tolist(), strict=True):
+            if noun != last and meaning in label:
+                yield noun, label[meaning]
+            last = noun
+
+    def teach(self, prototypes: Tensor, known: Tensor, kernel: Kernel) -> Tensor:
+        """Directions [n, D] of all nouns from those of known classes, longer if surer: kernel ridge regression."""
+        like = self.like(known, kernel)
+        return like @ _solve(like[known], prototypes[known], kernel)
+
+    def teach_words(self, vectors: Tensor, prototypes: Tensor, known: Tensor, kernel: Kernel) -> Tensor:
+        """The same for words [n, 384] of which nothing but the sentence encoder's vector is known."""
+        names = self.by_name[known]
+        like = _rbf(names @ names.t(), kernel)
+        return _rbf(vectors @ names.t(), kernel) @ _solve(like, prototypes[known], kernel)
+
+
+def _solve(like: Tensor, directions: Tensor, kernel: Kernel) -> Tensor:
+    return torch.linalg.solve(like + kernel.ridge * torch.eye(len(like)), directions)
+
+
+def _rbf(cosine: Tensor, kernel: Kernel) -> Tensor:
+    return ((cosine - 1) / kernel.width).exp()
+
+
+def _places(ancestors: Sequence[frozenset[str]], classes: Tensor) -> Tensor:
+    """Unit vectors of which the cosine tells how much two meanings share: ancestors, the rare ones counting more.
+
+    Only what the classes are kinds of has a column, but the lengths are those of all.
+    """
+    count: dict[str, int] = {}
+    for offset in itertools.chain.from_iterable(ancestors):
+        count[offset] = count.get(offset, 0) + 1
+    surprise = {offset: -torch.tensor(n / len(ancestors)).log().item() for offset, n in count.items()}
+    columns = {o: i for i, o in enumerate(sorted({o for c in classes.tolist() for o in ancestors[c]}))}
+    places = torch.zeros(len(ancestors), len(columns))
+    for row, of in enumerate(ancestors):
+        length = sum(surprise[o] ** 2 for o in of) ** 0.5 or 1.0  # all are kinds of the first, which tells nothing
+        for o in of & columns.keys():
+            places[row, columns[o]] = surprise[o] / length
+    return places
