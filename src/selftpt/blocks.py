@@ -30,6 +30,7 @@ class Block:
         self._custom = isinstance(block, CustomResidualAttentionBlock)
         activation = block.mlp.gelu
         self._quick = isinstance(activation, QuickGELU) and not self._custom
+        self._gelu = isinstance(activation, nn.GELU) and not self._custom
 
     def norm(self, x: Tensor) -> Tensor:
         """Rows [T, d] as attention sees them."""
@@ -47,20 +48,26 @@ class Block:
         return out
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual rows x [T, d] and attention's output [T, H, D] to the block's output [T, d]."""
-        block = self._block
+        """Residual rows x [T, d] and attention's output [T, H, D] to the block's output [T, d].
+
+        Without a graph, memory is written over where it can be: new memory costs as much as the arithmetic on it.
+        """
+        block, graph = self._block, torch.is_grad_enabled()
         if self._custom:
             if block.attn.head_scale is not None:
                 attended = attended * block.attn.head_scale[:, 0]
             out = block.ln_attn(block.attn.out_proj(block.attn.ln_inner(attended.flatten(1))))
         else:
             out = block.attn.out_proj(attended.flatten(1))
-        x = x + block.ls_1(out)
+        x = x + block.ls_1(out) if graph else block.ls_1(out).add_(x)
         h = block.ln_2(x)
         if self._quick:  # x σ(kx) = silu(kx) / k, and both factors ride on the matrix products
             up, down = block.mlp.c_fc, block.mlp.c_proj
-            h = F.silu(torch.addmm(up.bias, h, up.weight.t(), beta=QUICK, alpha=QUICK))
+            h = F.silu(torch.addmm(up.bias, h, up.weight.t(), beta=QUICK, alpha=QUICK), inplace=not graph)
             h = torch.addmm(down.bias, h, down.weight.t(), alpha=1 / QUICK)
+        elif self._gelu and not graph:
+            h = block.mlp.c_fc(h)
+            h = block.mlp.c_proj(torch.ops.aten.gelu_(h, approximate=block.mlp.gelu.approximate))
         else:
             h = block.mlp(h)
-        return x + block.ls_2(h)  # type: ignore[no-any-return]
+        return x + block.ls_2(h) if graph else block.ls_2(h).add_(x)  # type: ignore[no-any-return]

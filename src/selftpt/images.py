@@ -177,7 +177,7 @@ class Preprocess:
         """Pixels [B, 3, S, S] in uint8 to the floats the image tower takes; floats stay as they are."""
         if pixels.dtype != torch.uint8:
             return pixels
-        return (pixels.float() / 255 - self.mean.to(pixels.device)) / self.std.to(pixels.device)
+        return pixels.float().div_(255).sub_(self.mean.to(pixels.device)).div_(self.std.to(pixels.device))
 
 
 def random_box(
