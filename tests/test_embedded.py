@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import open_clip
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_commands_need_nothing_but_names(run: Run, tmp_path: Path) -> None:
     assert adapted.code == 0, adapted.err
     answer = run("predict", cat, "--classifier", tmp_path / "c", "--json")
     assert json.loads(answer.out)["names"][0] == "cat"
-    refused(run("classify", cat, *names, "--model", "ViT-B-32", "--pretrained", "random"), "needs a prompt")
+    refused(run("classify", cat, *names, "--model", "ViT-B-32", "--pretrained", "random"), "no prompt comes with")
     refused(run("classify", cat, *names, "--zero-shot", "--prompt", tmp_path / "p"), "uses no prompt")
     assert run("models", "tiny").out.startswith("selftpt-tiny")
 
@@ -148,3 +149,23 @@ def test_the_wheel_has_the_model(tmp_path: Path) -> None:
         names = file.namelist()
     for name in ("open_clip_config.json", "open_clip_model.safetensors", "prompt.safetensors"):
         assert f"selftpt/embedded/{name}" in names
+
+
+def test_things_say_shortly_what_they_are(model: Model) -> None:
+    assert repr(selftpt.Prompt.embedded()) == "Prompt(4 vectors, selftpt-tiny)"
+    assert repr(selftpt.zero_shot(model, ["cat", "dog"])) == "Classifier(2 classes, selftpt-tiny)"
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((32, 32, 3), np.uint8), None, 3])
+def test_what_is_no_picture_is_told_of(model: Model, wrong: object) -> None:
+    told: list[Exception] = []
+    classifier = selftpt.zero_shot(model, ["cat", "dog"])
+    assert list(classifier.predict(wrong, on_error=told.append)) == []  # type: ignore[arg-type]
+    assert f"not a {type(wrong).__name__}" in str(told[0])
+
+
+def test_without_a_command_there_is_the_help_alone(run: Run) -> None:
+    answer = run()
+    assert answer.code == 2
+    assert "classify" in answer.out + answer.err
+    assert not answer.err.endswith("selftpt: \n")

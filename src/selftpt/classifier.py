@@ -33,7 +33,7 @@ class Prediction:
     labels: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Classifier:
     """One unit vector a class: all that stage 3 needs, besides the model's image tower.
 
@@ -46,6 +46,9 @@ class Classifier:
     model_id: ModelId
     origin: Mapping[str, Any] = field(default_factory=dict)
     model: Model | None = None
+
+    def __repr__(self) -> str:
+        return f"Classifier({len(self.names)} classes, {self.model_id})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the classifier to a file; the model itself is not in it."""
@@ -97,10 +100,10 @@ class Classifier:
         assert self.model is not None
         model = self.model
         self.model_id.check(model, "the classifier")
-        if isinstance(pictures, str | os.PathLike | Image.Image) or (
-            isinstance(pictures, Tensor) and pictures.ndim == 3
-        ):
+        if not isinstance(pictures, Iterable) or isinstance(pictures, str | os.PathLike | Image.Image):
             pictures = [pictures]
+        elif getattr(pictures, "ndim", 4) == 3:  # one tensor
+            pictures = [pictures]  # type: ignore[list-item]
 
         def look(picture: Picture) -> tuple[str | None, Tensor | PictureError]:
             path = os.fspath(picture) if isinstance(picture, str | os.PathLike) else None
@@ -165,6 +168,8 @@ def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:
         if picture.dtype != torch.uint8 or picture.ndim != 3 or picture.shape[0] != 3:
             raise PictureError(f"a tensor must be uint8 [3, H, W] or float, not {picture.dtype} {tuple(picture.shape)}")
         picture = Image.fromarray(picture.permute(1, 2, 0).cpu().numpy())
+    if not isinstance(picture, str | os.PathLike | Image.Image):
+        raise PictureError(f"a picture is a path, a PIL image or a tensor, not a {type(picture).__name__}")
     whole = open_picture(picture, config.max_megapixels)
     first = model.preprocess(whole)[None]
     if config.views == 1:

@@ -20,7 +20,7 @@ from selftpt.models import EMBEDDED_FILES, Model, ModelId
 from selftpt.settings import ContrastConfig
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prompt:
     """Soft prompts and the head they were learned with.
 
@@ -33,6 +33,9 @@ class Prompt:
     contrast: ContrastConfig
     model: ModelId
     origin: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Prompt({len(self.context)} vectors, {self.model})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the prompt to a file."""

@@ -55,7 +55,8 @@ def main() -> None:
     except SelfTPTError as error:
         code = _fail(str(error))
     except TyperException as error:
-        code = _fail(getattr(error, "format_message", error.__str__)())
+        text = getattr(error, "format_message", error.__str__)()
+        code = _fail(text) if text else 2  # the help was shown
     except OSError as error:  # what we write ourselves is a SelfTPTError: this is standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1 if error.errno == errno.EPIPE else _fail(f"cannot write the answer: {error.strerror or error}")

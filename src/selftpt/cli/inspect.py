@@ -26,13 +26,16 @@ def command(
     origin, model = header.get("origin", {}), header.get("model")
     print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {origin.get('selftpt', 'unknown')})")
     if model:
-        print(f"model: {model['name']} ({model['pretrained']}), digest {model['digest']}")
+        weights = f" ({model['pretrained']})" if model["pretrained"] else ""
+        print(f"model: {model['name']}{weights}, digest {model['digest']}")
     if header.get("meaningless"):
         print("made with random weights: meaningless")
     if names := header.get("names") or origin.get("classes"):
         print(f"classes: {len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    if "pictures" in origin:
+        print(f"learned from {origin['pictures']} pictures")
     for name, shape in header["tensors"].items():
         print(f"{name}: {' x '.join(map(str, shape))}")
     for key, value in {**header.get("contrast", {}), **origin.get("settings", {})}.items():
         if not isinstance(value, dict):
-            print(f"{key}: {value}")
+            print(f"{key}: {0 if value is None else value}")

@@ -54,7 +54,10 @@ class ModelOptions:
         if file is not None:
             return Prompt.load(file)
         if self.model not in (None, EMBEDDED):
-            raise SelfTPTError(f"{self.model} needs a prompt: give --prompt FILE; `selftpt learn` makes one")
+            raise SelfTPTError(
+                f"no prompt comes with the model {self.model!r}: give --prompt FILE, which `selftpt learn` makes; "
+                "`classify --zero-shot` does without"
+            )
         return Prompt.embedded()
 
 

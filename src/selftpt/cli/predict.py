@@ -95,12 +95,12 @@ def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
     from rich.table import Table
 
     table = Table(title="random weights: these answers mean nothing" if meaningless else None, box=None)
-    for column in ("picture", "class", "probability", "then"):
+    for column in ("picture", "class", "probability", "then, if 1% or more"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
     count = 0
     for p in predictions:
         count += 1
-        rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True))
+        rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True) if q >= 0.01)
         table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", rest)
     if count:
         Console(highlight=False, markup=False, emoji=False).print(table)
