@@ -1,7 +1,7 @@
 """The embedded model's prompt, learned by selftpt from ImageNet: python -m tools.embedded_model.prompt --pictures DIR
 
 With --exam DIR it is learned on every other class alone, and examined on the held-out pictures in DIR of the classes in
-between, before stage 2 and after it: that is how its settings were chosen.
+between, before stage 2 and after it: to compare settings by.
 """
 
 from __future__ import annotations
