@@ -78,7 +78,7 @@ def unseen(model: Model, data: Path) -> float:
     pictures = [pair for part in parts for pair in zip(part.paths, part.labels, strict=True)]
     rows = [(path, place[label]) for path, label in pictures if label in place]
     seen: list[Tensor] = []
-    hook = model.image.clip.visual.trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    hook = model.image.encode.trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     see(model, [path for path, _ in rows])
     hook.remove()
     features = F.normalize(torch.cat(seen) @ exam["projection"].float().t() + exam["bias"], dim=-1)

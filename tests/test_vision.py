@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import QuickGELU, VisionTransformer
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from selftpt.images import Preprocess
 from selftpt.models import Model
-from selftpt.vision import ImageTower
+from selftpt.vision import ImageTower, fold
 from tests.small import KINDS, SPECS, perturb, relative, small
 
 
@@ -95,6 +95,49 @@ def test_tower_of_every_vit(variant: str, dtype: torch.dtype) -> None:
     size = settings["image_size"]
     pixels = torch.randn(3, 3, *(size if isinstance(size, tuple) else (size, size)), dtype=dtype)
     assert relative(tower(pixels), encode_image(pixels)) < (1e-5 if dtype == torch.float32 else 1e-9)
+
+
+class Convolved(nn.Module):
+    """A tower of which the second convolution is also looked at past its norm, if asked."""
+
+    image_size = 16
+
+    def __init__(self, past: bool) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        self.second, self.second_norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        self.past = past
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.second(self.first_norm(self.first(pixels)).relu())
+        y = self.second_norm(x)
+        return (y + x if self.past else y).mean((2, 3))
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_fold(past: bool) -> None:
+    """Norms vanish where the convolution before them is seen by nothing else; the tower that was given is untouched."""
+    visual = Convolved(past).eval().requires_grad_(False)
+    perturb(visual, torch.Generator().manual_seed(0))
+    before = {name: value.clone() for name, value in visual.state_dict().items()}
+    pixels = torch.randn(2, 3, 16, 16)
+    folded = fold(visual)
+    assert (folded is visual) is past
+    assert norms(folded) == (2 if past else 0)
+    assert relative(folded(pixels), visual(pixels)) < 1e-5
+    assert all(torch.equal(before[name], value) for name, value in visual.state_dict().items())
+
+
+def norms(tower: nn.Module) -> int:
+    return sum(isinstance(module, nn.BatchNorm2d) for module in tower.modules())
+
+
+@pytest.mark.parametrize(("kind", "left"), [("resnet", 0), ("mobileclip", 24)])
+def test_real_towers_are_folded(kind: str, left: int) -> None:
+    """What is left in MobileCLIP's are norms of branches that do not convolve."""
+    model = small(kind)
+    assert norms(model.clip.visual) > left
+    assert norms(model.model.image.encode) == left
 
 
 @pytest.mark.parametrize("kind", KINDS)

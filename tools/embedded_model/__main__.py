@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, required=True, help="ImageNet pictures, a folder a class by its wnid")
     parser.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"), help="WordNet 3.0's files")
     parser.add_argument("--work", type=Path, default=HOME / "build" / "embedded-model", help="kept between runs")
+    parser.add_argument("--out", type=Path, default=HOME / "src" / "selftpt" / "embedded", help="where the model goes")
     parser.add_argument("--steps", type=int, default=Training.steps)
     parser.add_argument(
         "--choose", action="store_true", help="try settings of the teacher on held-out classes, no more"
@@ -63,11 +65,11 @@ def main() -> None:
     of_known = torch.isin(labels, known)
     space = Space.of(head, features[of_known], known, CONFIG["embed_dim"])
     tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
-    classes, words = lessons(nouns, sentences, tokenizer, space, known)
+    learned = lessons(nouns, sentences, tokenizer, space, known)
     clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
     config = Training(steps=options.steps)
     name = "held-out" if options.hold_out else "selftpt-tiny"
-    train(clip, tokenizer, classes, words, config, options.work / f"{name}.jsonl")
+    train(clip, tokenizer, learned, config, options.work / f"{name}.jsonl")
 
     clip.eval()
     with torch.inference_mode():
@@ -79,8 +81,7 @@ def main() -> None:
         "training": asdict(config),
         "kernel": asdict(KERNEL),
         "kernel_of_words": asdict(WORDS),
-        "classes": len(classes.names),
-        "words": len(words.names),
+        "lessons": [len(lesson.texts) for lesson in learned],
         "scale": scale,
         "of_pictures_by_prototypes": right(pictures, space.prototypes[known], where),
         "of_pictures_by_names": right(pictures, vectors[known], where),
@@ -95,7 +96,7 @@ def main() -> None:
         directions = F.normalize(nouns.teach(space.prototypes, known, KERNEL)[UNSEEN], dim=-1)
         facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), directions, where)
     else:
-        write_model(clip, HOME / "src" / "selftpt" / "embedded")
+        write_model(clip, options.out)
     (options.work / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
 
@@ -131,9 +132,11 @@ def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: T
 
 def lessons(
     nouns: Nouns, sentences: Sentences, tokenizer: SimpleTokenizer, space: Space, known: Tensor
-) -> tuple[Lesson, Lesson]:
-    """The classes by their own directions; WordNet's nouns and other words by the teacher's."""
-    classes = Lesson([NAMES[i] for i in known], space.prototypes[known], torch.ones(len(known)))
+) -> list[Lesson]:
+    """The classes by their own directions; WordNet's nouns, other words and definitions by the teacher's.
+
+    Common words, those which the vocabulary has as one token, are learned more often.
+    """
     by_noun = nouns.teach(space.prototypes, known, KERNEL)
     typical = by_noun[known].norm(dim=-1).median()
     for noun, label in nouns.synonyms(known):
@@ -142,10 +145,22 @@ def lessons(
     pieces = {piece for piece in sentences.tokenizer.get_vocab() if piece.isalpha() and len(piece) > 2}
     others = [word for word in sorted(pieces - taken) if f"{word}</w>" in tokenizer.encoder]
     by_word = nouns.teach_words(sentences(others), space.prototypes, known, WORDS)
+
+    def lesson(texts: Sequence[str], directions: Tensor, each: int, whole: bool = False) -> Lesson:
+        length = directions.norm(dim=-1)
+        return Lesson(texts, directions / length[:, None], (length / typical).clamp(max=1), each, whole)
+
     names = [*nouns.names[len(NAMES) :], *others]
-    directions = torch.cat([by_noun[len(NAMES) :], by_word])
-    length = directions.norm(dim=-1)
-    return classes, Lesson(names, directions / length[:, None], (length / typical).clamp(max=1))
+    by_name = torch.cat([by_noun[len(NAMES) :], by_word])
+    common = [all(f"{word}</w>" in tokenizer.encoder for word in name.lower().split()) for name in names]
+    often, seldom = ([i for i, c in enumerate(common) if c == wanted] for wanted in (True, False))
+    defined = {i: text for i, text in nouns.definitions.items() if len(tokenizer.encode(text)) <= 24}
+    return [
+        Lesson([NAMES[i] for i in known], space.prototypes[known], torch.ones(len(known)), 128),
+        lesson([names[i] for i in often], by_name[often], 128),
+        lesson([names[i] for i in seldom], by_name[seldom], 96),
+        lesson(list(defined.values()), by_noun[list(defined)], 48, whole=True),
+    ]
 
 
 def build(network: Any, space: Space, table: Tensor) -> CLIP:

@@ -37,9 +37,8 @@ class Training:
     """How the student is trained."""
 
     steps: int = 4000
-    classes: int = 128  # in each step, of ImageNet
-    words: int = 256  # in each step, of the other names
     usual: float = 0.25  # share of names in the usual template
+    plural: float = 0.1  # share of names in the plural
     lr: float = 1e-3
     table_lr: float = 1e-3
     warmup: int = 100
@@ -52,11 +51,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Names with the directions they should have [n, D] and how sure the teacher is of each, [n]."""
+    """Texts with the directions they should have [n, D] and how sure the teacher is of each, [n].
 
-    names: Sequence[str]
+    each: how many are learned in a step. whole: whether they are sentences, which go into no template.
+    """
+
+    texts: Sequence[str]
     targets: Tensor
     weights: Tensor
+    each: int
+    whole: bool = False
 
 
 def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float = 0.02) -> Tensor:
@@ -81,19 +85,28 @@ def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     return F.normalize(x @ clip.text_projection, dim=-1)
 
 
-def train(clip: Any, tokenizer: Any, classes: Lesson, words: Lesson, config: Training, log_file: Path) -> None:
+def plural(name: str) -> str:
+    """The plural of an English noun by the common rules."""
+    if name.endswith(("s", "x", "z", "ch", "sh")):
+        return name if name.endswith("s") else f"{name}es"
+    return f"{name[:-1]}ies" if name.endswith("y") and name[-2:-1] not in "aeiou" else f"{name}s"
+
+
+def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:
     """Train the text tower of `clip` in place; with a log. Tokens that no text has stay as they are."""
     rng, longest = random.Random(config.seed), clip.context_length
-    texts = {text: tokenizer.encode(text) for text in (*classes.names, *words.names)}
+    forms = {form for lesson in lessons for text in lesson.texts for form in (text, plural(text))}
+    texts = {text: tokenizer.encode(text) for text in sorted(forms)}
     frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
     ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
     used = sorted({*ends, *chain.from_iterable(texts.values()), *chain.from_iterable(chain(*frames.values()))})
     row = {token: i for i, token in enumerate(used)}
     table = torch.nn.Parameter(clip.token_embedding.weight[used].detach().clone())
 
-    def write(name: str) -> list[int]:
-        before, after = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
-        tokens = [*[ends[0], *before, *texts[name], *after][: longest - 1], ends[1]]
+    def write(text: str, whole: bool) -> list[int]:
+        before, after = frames["\0" if whole else USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
+        form = plural(text) if not whole and rng.random() < config.plural else text
+        tokens = [*[ends[0], *before, *texts[form], *after][: longest - 1], ends[1]]
         return [row[token] for token in tokens]
 
     rest = [p for name, p in clip.named_parameters() if not name.startswith(("visual", "token_", "logit_"))]
@@ -106,14 +119,12 @@ def train(clip: Any, tokenizer: Any, classes: Lesson, words: Lesson, config: Tra
     curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
     log = log_file.open("w")
     begin = time.monotonic()
-    draws = zip(
-        _rounds(len(classes.names), config.classes, rng), _rounds(len(words.names), config.words, rng), strict=True
-    )
+    draws = [_rounds(len(lesson.texts), lesson.each, rng) for lesson in lessons]
     for step in track(range(config.steps), "training"):
-        of_class, of_word = next(draws)
-        rows = [write(classes.names[i]) for i in of_class] + [write(words.names[i]) for i in of_word]
-        wanted = torch.cat([classes.targets[of_class], words.targets[of_word]])
-        sure = torch.cat([classes.weights[of_class], words.weights[of_word]])
+        drawn = [(lesson, next(draw)) for lesson, draw in zip(lessons, draws, strict=True)]
+        rows = [write(lesson.texts[i], lesson.whole) for lesson, some in drawn for i in some]
+        wanted = torch.cat([lesson.targets[some] for lesson, some in drawn])
+        sure = torch.cat([lesson.weights[some] for lesson, some in drawn])
         order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
         found = torch.cat([walk(clip, table, [rows[i] for i in some]) for some in order.chunk(config.groups)])
         wanted, sure = wanted[order], sure[order]
@@ -126,12 +137,11 @@ def train(clip: Any, tokenizer: Any, classes: Lesson, words: Lesson, config: Tra
         optimizer.step()
         curve.step()
         if (step + 1) % 50 == 0:
-            of = order < len(of_class)
+            by_lesson = cosine[order.argsort()].split([lesson.each for lesson in lessons])
             line = {
                 "step": step + 1,
                 "loss": loss.item(),
-                "class_cosine": cosine[of].mean().item(),
-                "word_cosine": cosine[~of].mean().item(),
+                "cosine": [part.mean().item() for part in by_lesson],
                 "apart": apart.mean().item(),
                 "seconds": time.monotonic() - begin,
             }

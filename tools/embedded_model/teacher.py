@@ -55,7 +55,10 @@ class Kernel:
 
 
 class Nouns:
-    """ImageNet's classes and WordNet's nouns: their names' vectors, and those and the places of their meanings."""
+    """ImageNet's classes and WordNet's nouns: their names' vectors, and those and the places of their meanings.
+
+    definitions: of the first meaning of a noun, for one noun of each meaning.
+    """
 
     def __init__(self, wordnet: WordNet, sentences: Sentences) -> None:
         senses = wordnet.nouns()
@@ -68,6 +71,8 @@ class Nouns:
         weight = torch.tensor([row[2] for row in rows])
         total = torch.zeros(len(self.names)).index_add(0, self.noun, weight)
         self.weight = weight / total[self.noun]
+        first = {of[0]: i for i, of in reversed(list(enumerate(meanings)))}
+        self.definitions = {noun: wordnet.meanings[offset].gloss for offset, noun in first.items()}
         self.by_name = sentences(self.names)
         self.by_gloss = sentences(
             [f"{', '.join(wordnet.meanings[o].words)}: {wordnet.meanings[o].gloss}" for o in offsets]
