@@ -259,7 +259,7 @@ def test_the_first_view_is_the_picture_itself() -> None:
     assert seen.shape == (8, 3, 32, 32)
     assert seen.dtype == torch.uint8
     assert torch.equal(seen[0], eyes.preprocess(picture))
-    assert torch.equal(seen[1:], eyes.preprocess.crops(picture, 7, random.Random(0)))
+    assert torch.equal(seen[1:], eyes.preprocess.views(picture, 7, random.Random(0), whole=False))
     assert torch.equal(see(eyes, picture, views(1)), seen[:1])
 
 

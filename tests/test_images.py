@@ -420,7 +420,7 @@ def test_limit_of_the_host_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("error")
         picture = open_picture(path)
         assert preprocess(size=10)(picture).shape == (3, 10, 10)
-        assert preprocess(size=10).crops(picture, 20, random.Random(0)).shape == (20, 3, 10, 10)
+        assert preprocess(size=10).views(picture, 20, random.Random(0), whole=False).shape == (20, 3, 10, 10)
     assert Image.MAX_IMAGE_PIXELS == 100
 
 
@@ -477,7 +477,9 @@ def test_floats_are_normalised_already() -> None:
 def test_crops_are_those_of_torchvision(interpolation: str) -> None:
     """At the same boxes: cut out, resized, flipped."""
     picture, height, width = pictures.noise(0, 90, 50), 24, 40
-    found = preprocess(size=(height, width), interpolation=interpolation).crops(picture, 12, random.Random(7))
+    found = preprocess(size=(height, width), interpolation=interpolation).views(
+        picture, 12, random.Random(7), whole=False
+    )
     rng, flips = random.Random(7), 0
     for crop in found:
         left, upper, right, lower = random_box(90, 50, rng)
@@ -492,10 +494,10 @@ def test_crops_are_those_of_torchvision(interpolation: str) -> None:
 
 def test_crops_are_told_by_their_seed() -> None:
     cut, picture = preprocess(), pictures.noise(0, 90, 50)
-    first = cut.crops(picture, 4, random.Random(1))
-    assert torch.equal(first, cut.crops(picture, 4, random.Random(1)))
-    assert torch.equal(first[:2], cut.crops(picture, 2, random.Random(1)))
-    assert not torch.equal(first, cut.crops(picture, 4, random.Random(2)))
+    first = cut.views(picture, 4, random.Random(1), whole=False)
+    assert torch.equal(first, cut.views(picture, 4, random.Random(1), whole=False))
+    assert torch.equal(first[:2], cut.views(picture, 2, random.Random(1), whole=False))
+    assert not torch.equal(first, cut.views(picture, 4, random.Random(2), whole=False))
     assert len({crop.numpy().tobytes() for crop in first}) == 4
 
 

@@ -171,10 +171,7 @@ def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:
     if not isinstance(picture, str | os.PathLike | Image.Image):
         raise PictureError(f"a picture is a path, a PIL image or a tensor, not a {type(picture).__name__}")
     whole = open_picture(picture, config.max_megapixels)
-    first = model.preprocess(whole)[None]
-    if config.views == 1:
-        return first
-    return torch.cat([first, model.preprocess.crops(whole, config.views - 1, random.Random(config.seed))])
+    return model.preprocess.views(whole, config.views - 1, random.Random(config.seed))
 
 
 def merge_views(probabilities: Tensor, confident: float) -> Tensor:

@@ -1,10 +1,17 @@
-"""Image features, computed once and kept on disk."""
+"""Image features, computed once and kept on disk: a second method, seed or setting costs no pass of the image tower.
+
+They are kept by model, precision and look, in packs: files that are written whole, of features with the pictures they
+are of. A pack is mapped into memory, so that what is not asked for is not read.
+"""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -12,89 +19,146 @@ from torch import Tensor
 
 from selftpt.errors import SelfTPTError
 from selftpt.files import cache_folder, digest, read_tensors, write_tensors
-from selftpt.images import PictureError, in_threads, open_picture
+from selftpt.images import PictureError, Preprocess, in_threads, open_picture, warn_of
 from selftpt.models import Model
 from selftpt.progress import Bar
 from selftpt.version import __version__
 
-SHARD = 32  # pictures in one file, fewer if they have many crops: what a killed run loses at most
+GROUP = 32  # pictures that are cut and encoded together, fewer if there are many crops of each
+PACK_SECONDS = 5.0  # of work in one pack: what a killed run loses at most
 
 
-def crop_features(
-    model: Model,
-    paths: Sequence[Path],
-    crops: int,
-    seed: int,
-    on_error: Callable[[PictureError], None],
-    max_megapixels: float = 80,
-    batch: int = 64,
-) -> Tensor:
-    """The features of `crops` random resized crops of each picture: [N, crops, D], NaN for one that cannot be used.
+@dataclass(frozen=True)
+class Look:
+    """What the image tower is shown of a picture: itself if `whole`, and then `crops` random resized crops.
 
-    The crops of a picture depend on the seed and its place in the list alone. Features are kept in the cache folder
-    in shards, each written whole, so that a killed run goes on where it was and a second one reads them.
+    seed: of the crops, or None where each picture has its own, by its name and its folder's.
     """
-    files = [[str(path.absolute()), *_stamp(path)] for path in paths]
-    size = max(1, min(SHARD, 320 // crops))
-    key = digest(__version__, model.id.digest, model.precision, crops, seed, max_megapixels, size, batch, files)
-    folder = cache_folder() / "features" / key
 
-    def cut(i: int) -> Tensor | PictureError:
+    whole: bool = True
+    crops: int = 0
+    seed: int | None = None
+    max_megapixels: float = 80
+
+    @property
+    def views(self) -> int:
+        return self.whole + self.crops
+
+    def __str__(self) -> str:
+        crops = f"{self.crops} random crops" if self.crops else ""
+        return " and ".join(filter(None, ["the picture" if self.whole else "", crops]))
+
+    def cut(self, preprocess: Preprocess, path: Path) -> Tensor | PictureError:
+        """The views of a picture, uint8 [views, 3, S, S], or why there are none."""
         try:
-            picture = open_picture(paths[i], max_megapixels)
+            picture = open_picture(path, self.max_megapixels)
         except PictureError as error:
             return error
-        return model.preprocess.crops(picture, crops, random.Random(f"crops {seed} {i}"))
-
-    parts = [range(i, min(i + size, len(paths))) for i in range(0, len(paths), size)]
-    shards = {part: _read(folder / f"{part.start:08d}.safetensors") for part in parts}
-    missing = [i for part in parts if shards[part] is None for i in part]
-    pictures = in_threads(cut, missing, ahead=size)
-    with Bar("image features", len(missing) * crops) as bar:
-        for part in parts:
-            if shards[part] is None:
-                features, errors = _encode(model, [next(pictures) for _ in part], crops, batch)
-                if not errors:  # what could not be read today is tried again the next time
-                    write_tensors(folder / f"{part.start:08d}.safetensors", "features", {"features": features}, {})
-                shards[part] = features, errors
-                bar.step(len(part) * crops)
-    whole = []
-    for part in parts:
-        features, errors = shards[part] or (torch.empty(0), [])
-        whole.append(features)
-        for error in errors:
-            on_error(PictureError(error))
-    return torch.cat(whole)
+        seed = os.fsencode("/".join(path.absolute().parts[-2:])) if self.seed is None else self.seed
+        return preprocess.views(picture, self.crops, random.Random(seed), self.whole)
 
 
-def _stamp(path: Path) -> list[int | str]:
-    """What is no longer the same when a picture has changed, or can be read where it could not."""
+class FeatureStore:
+    """The features of pictures by one model and one look. `encoded` counts the views that passed the image tower."""
+
+    def __init__(
+        self, model: Model, look: Look, on_error: Callable[[PictureError], None] = warn_of, batch: int = 64
+    ) -> None:
+        self.model, self.look, self.on_error, self.batch = model, look, on_error, batch
+        self.encoded = 0
+        self.folder = _folder() / digest(__version__, model.id.digest, model.precision, *astuple(look))
+        self.kept: dict[tuple[object, ...], Tensor] = {}
+        for pack in sorted(self.folder.glob("*.safetensors")):
+            try:
+                header, tensors = read_tensors(pack, "features")
+                features = tensors["features"]
+                self.kept.update(zip(map(tuple, header["pictures"]), features, strict=True))
+            except (SelfTPTError, KeyError, ValueError):  # a damaged pack is as good as none
+                continue
+
+    def __call__(self, paths: Sequence[Path]) -> Tensor:
+        """The unit features of pictures: [N, views, D], NaN for one that cannot be used, which `on_error` is told."""
+        stamps = [(str(path.absolute()), *_stamp(path)) for path in paths]
+        size = max(1, min(GROUP, 320 // self.look.views))
+        groups = [range(i, min(i + size, len(paths))) for i in range(0, len(paths), size)]
+        missing = [[i for i in group if stamps[i] not in self.kept] for group in groups]
+        flat = [i for group in missing for i in group]
+        cuts = in_threads(lambda i: self.look.cut(self.model.preprocess, paths[i]), flat, ahead=size)
+        fresh: dict[tuple[object, ...], Tensor] = {}
+        errors: dict[int, PictureError] = {}
+        begin = time.monotonic()
+        with Bar("image features", len(flat) * self.look.views) as bar:
+            for group in filter(None, missing):
+                shown = {i: next(cuts) for i in group}
+                errors |= {i: cut for i, cut in shown.items() if isinstance(cut, PictureError)}
+                good = {i: cut for i, cut in shown.items() if isinstance(cut, Tensor)}
+                fresh |= zip((stamps[i] for i in good), self._encode(list(good.values())), strict=True)
+                bar.step(len(group) * self.look.views)
+                if time.monotonic() - begin > PACK_SECONDS:
+                    self._keep(fresh)
+                    fresh, begin = {}, time.monotonic()
+        self._keep(fresh)
+        for i in sorted(errors):
+            self.on_error(errors[i])
+        nothing = torch.full((self.look.views, self.model.dimension), float("nan"))
+        rows = [self.kept.get(stamp, nothing) for stamp in stamps]
+        return torch.stack(rows) if rows else nothing[None][:0]
+
+    def _encode(self, views: Sequence[Tensor]) -> Tensor:
+        """Features [n, views, D] of the views of each picture."""
+        if not views:
+            return torch.empty(0, self.look.views, self.model.dimension)
+        encoded = torch.cat([self.model.encode_images(some) for some in torch.cat(list(views)).split(self.batch)])
+        if not encoded.isfinite().all():
+            raise SelfTPTError(f"the image tower's features are no numbers in {self.model.precision}: take fp32")
+        self.encoded += len(encoded)
+        return encoded.cpu().view(len(views), self.look.views, -1)
+
+    def _keep(self, fresh: dict[tuple[object, ...], Tensor]) -> None:
+        if fresh:
+            header = {"model": str(self.model.id), "look": str(self.look), "pictures": list(fresh)}
+            pack = self.folder / f"{digest(header['pictures'])}.safetensors"
+            write_tensors(pack, "features", {"features": torch.stack(list(fresh.values()))}, header)
+            self.kept |= fresh
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What is no longer the same when a picture has changed."""
     try:
         stat = path.stat()
     except OSError:
-        return []
-    return [stat.st_size, stat.st_mtime_ns, *([] if os.access(path, os.R_OK) else ["unreadable"])]
+        return ()
+    return stat.st_size, stat.st_mtime_ns
 
 
-def _read(file: Path) -> tuple[Tensor, list[str]] | None:
-    if not os.path.exists(file):
-        return None
-    try:
-        return read_tensors(file, "features")[1]["features"], []
-    except (SelfTPTError, KeyError):  # a damaged shard is computed again
-        return None
+def _folder() -> Path:
+    return cache_folder() / "features"
 
 
-def _encode(
-    model: Model, pictures: Sequence[Tensor | PictureError], crops: int, batch: int
-) -> tuple[Tensor, list[str]]:
-    """Features [n, crops, D] of the crops [crops, 3, S, S] of each picture, NaN where there is an error instead."""
-    good = [i for i, crop in enumerate(pictures) if isinstance(crop, Tensor)]
-    features = torch.full((len(pictures), crops, model.dimension), float("nan"))
-    if good:
-        pixels = torch.cat([crop for crop in pictures if isinstance(crop, Tensor)])
-        encoded = torch.cat([model.encode_images(some) for some in pixels.split(batch)])
-        if not encoded.isfinite().all():
-            raise SelfTPTError(f"the image tower's features are no numbers in {model.precision}: take fp32")
-        features[good] = encoded.cpu().unflatten(0, (len(good), crops))
-    return features, [str(crop) for crop in pictures if isinstance(crop, PictureError)]
+@dataclass(frozen=True)
+class Shelf:
+    """What is kept of one model and one look."""
+
+    folder: Path
+    model: str
+    look: str
+    pictures: int
+    bytes: int
+
+    def remove(self) -> None:
+        """Delete it."""
+        shutil.rmtree(self.folder)
+
+
+def shelves() -> Iterator[Shelf]:
+    """What the cache folder has of features; packs that cannot be read count as bytes of an unknown model."""
+    for folder in sorted(path for path in _folder().glob("*") if path.is_dir()):
+        model, look, pictures, size = "unknown", "unknown", 0, 0
+        for file in folder.iterdir():
+            size += os.path.getsize(file)
+            try:
+                header, _ = read_tensors(file, "features")
+                model, look, pictures = header["model"], header["look"], pictures + len(header["pictures"])
+            except (SelfTPTError, KeyError):
+                continue
+        yield Shelf(folder, model, look, pictures, size)

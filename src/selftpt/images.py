@@ -159,19 +159,19 @@ class Preprocess:
         pixels: Tensor = pil_to_tensor(self._geometry(picture))
         return pixels
 
-    def crops(self, picture: Image.Image, count: int, rng: random.Random) -> Tensor:
-        """Random resized crops, each flipped or not: uint8 [count, 3, S, S]."""
+    def views(self, picture: Image.Image, crops: int, rng: random.Random, whole: bool = True) -> Tensor:
+        """The picture itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S]."""
         height, width = self.size
-        crops = []
-        for _ in range(count):
+        views = [self(picture)] if whole else []
+        for _ in range(crops):
             left, upper, right, lower = box = random_box(*picture.size, rng)
             # `crop` would do, but for the limit on pixels that Pillow has for the whole program.
             crop = picture.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
             crop = crop.resize((width, height), self.interpolation)
             if rng.random() < 0.5:
                 crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            crops.append(pil_to_tensor(crop))
-        return torch.stack(crops)
+            views.append(pil_to_tensor(crop))
+        return torch.stack(views)
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, S, S] in uint8 to the floats the image tower takes; floats stay as they are."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.features import crop_features
+from selftpt.features import FeatureStore, Look
 from selftpt.files import check_writable, digest, read_tensors, write_after, write_tensors
 from selftpt.images import PictureError, Source, read_folder, warn_of
 from selftpt.losses import Head
@@ -59,7 +59,8 @@ def learn(
         check_writable(path)
     few = (source if isinstance(source, Source) else read_folder(source)).few(config.shots, config.seed)
     tokens = class_tokens(model.text.tokenizer, few.names, config.length, config.contrast)
-    features = crop_features(model, few.paths, config.epochs, config.seed, on_error, config.max_megapixels)
+    look = Look(whole=False, crops=config.epochs, max_megapixels=config.max_megapixels)
+    features = FeatureStore(model, look, on_error)(few.paths)
     labels = torch.tensor(few.labels)
     usable = ~features.isnan().flatten(1).any(1)
     for label, name in enumerate(few.names):
