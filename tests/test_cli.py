@@ -63,6 +63,18 @@ def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
     assert not any("meaningless" in row for row in rows)
 
 
+def test_one_best_class_has_no_column_for_others(run: Run, place: Place) -> None:
+    predict = ["predict", place.photos / "kite", "--classifier", place.classifier]
+    assert "then" in run(*predict).out.splitlines()[0]
+    assert "then" not in run(*predict, "--top", 1).out
+
+
+def test_two_formats_at_once_are_refused(run: Run, place: Place) -> None:
+    command = ["predict", place.photos / "kite", "--classifier", place.classifier, "--json", "--format"]
+    refused(run(*command, "csv"), "--format csv")
+    assert run(*command, "jsonl").code == 0
+
+
 def test_the_three_ways_to_print_say_the_same(run: Run, place: Place) -> None:
     def predict(*more: str) -> Answer:
         return run("predict", place.photos / "kite", "--classifier", place.classifier, "--top", "2", *more)

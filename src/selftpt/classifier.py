@@ -79,6 +79,10 @@ class Classifier:
         """Eq. 1: unit image features [..., D] to probabilities [..., C]."""
         return (self.scale * features @ self.weights.to(features).t()).softmax(-1)
 
+    def __call__(self, features: Tensor) -> Tensor:
+        """Unit features of the views of pictures [N, V, D] to probabilities [N, C], their mean over the views."""
+        return self.probabilities(features).mean(-2)
+
     def predict(
         self,
         pictures: Picture | Iterable[Picture],

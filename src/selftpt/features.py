@@ -30,23 +30,21 @@ PACK_SECONDS = 5.0  # of work in one pack: what a killed run loses at most
 
 @dataclass(frozen=True)
 class Look:
-    """What the image tower is shown of a picture: itself if `whole`, and then `crops` random resized crops.
+    """What the image tower is shown of a picture: itself, or so many random resized crops.
 
     seed: of the crops, or None where each picture has its own, by its name and its folder's.
     """
 
-    whole: bool = True
     crops: int = 0
     seed: int | None = None
     max_megapixels: float = 80
 
     @property
     def views(self) -> int:
-        return self.whole + self.crops
+        return self.crops or 1
 
     def __str__(self) -> str:
-        crops = f"{self.crops} random crops" if self.crops else ""
-        return " and ".join(filter(None, ["the picture" if self.whole else "", crops]))
+        return f"{self.crops} random crops" if self.crops else "the picture"
 
     def cut(self, preprocess: Preprocess, path: Path) -> Tensor | PictureError:
         """The views of a picture, uint8 [views, 3, S, S], or why there are none."""
@@ -55,17 +53,16 @@ class Look:
         except PictureError as error:
             return error
         seed = os.fsencode("/".join(path.absolute().parts[-2:])) if self.seed is None else self.seed
-        return preprocess.views(picture, self.crops, random.Random(seed), self.whole)
+        return preprocess.views(picture, self.crops, random.Random(seed), whole=not self.crops)
 
 
 class FeatureStore:
-    """The features of pictures by one model and one look. `encoded` counts the views that passed the image tower."""
+    """The features of pictures by one model and one look."""
 
     def __init__(
         self, model: Model, look: Look, on_error: Callable[[PictureError], None] = warn_of, batch: int = 64
     ) -> None:
         self.model, self.look, self.on_error, self.batch = model, look, on_error, batch
-        self.encoded = 0
         self.folder = _folder() / digest(__version__, model.id.digest, model.precision, *astuple(look))
         self.kept: dict[tuple[object, ...], Tensor] = {}
         for pack in sorted(self.folder.glob("*.safetensors")):
@@ -111,7 +108,6 @@ class FeatureStore:
         encoded = torch.cat([self.model.encode_images(some) for some in torch.cat(list(views)).split(self.batch)])
         if not encoded.isfinite().all():
             raise SelfTPTError(f"the image tower's features are no numbers in {self.model.precision}: take fp32")
-        self.encoded += len(encoded)
         return encoded.cpu().view(len(views), self.look.views, -1)
 
     def _keep(self, fresh: dict[tuple[object, ...], Tensor]) -> None:

@@ -8,13 +8,14 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from selftpt.errors import SelfTPTError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 1
 
@@ -88,6 +89,8 @@ def _check_file(path: Path) -> None:
 
 def write_tensors(path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors and a JSON header as one safetensors file."""
+    import safetensors.torch  # and torch with it, which files without tensors do without
+
     whole = {"format": FORMAT, "kind": kind, **header}
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_whole(path, safetensors.torch.save(plain, {"selftpt": json.dumps(whole)}))

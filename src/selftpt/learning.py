@@ -59,7 +59,7 @@ def learn(
         check_writable(path)
     few = (source if isinstance(source, Source) else read_folder(source)).few(config.shots, config.seed)
     tokens = class_tokens(model.text.tokenizer, few.names, config.length, config.contrast)
-    look = Look(whole=False, crops=config.epochs, max_megapixels=config.max_megapixels)
+    look = Look(config.epochs, max_megapixels=config.max_megapixels)
     features = FeatureStore(model, look, on_error)(few.paths)
     labels = torch.tensor(few.labels)
     usable = ~features.isnan().flatten(1).any(1)

@@ -57,7 +57,10 @@ class ModelId:
 
 
 class Model:
-    """A frozen model: `text` and `image` are its towers, `dimension` that of their features, `scale` 1 / τ of Eq. 1."""
+    """A frozen model: `text` and `image` are its towers, `dimension` that of their features, `scale` 1 / τ of Eq. 1.
+
+    encoded: how many pictures and views have passed the image tower.
+    """
 
     def __init__(self, clip: Any, tokenizer: Any, id: ModelId, dimension: int, device: str, precision: str) -> None:
         clip = clip.eval().requires_grad_(False).to(device)
@@ -68,12 +71,14 @@ class Model:
         self.image = ImageTower(clip)
         self.scale = float(clip.logit_scale.exp())
         self.preprocess = Preprocess.of(clip.visual.preprocess_cfg)
+        self.encoded = 0
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Pictures [B, 3, S, S], uint8 or already normalised floats, to unit features [B, D] in fp32."""
         with torch.inference_mode():
             pixels = self.preprocess.normalize(pixels.to(self.device)).to(PRECISIONS[self.precision])
             features = F.normalize(self.image(pixels).float(), dim=-1)
+        self.encoded += len(features)
         return features.clone()  # outside, so that autograd may use it
 
 

@@ -153,3 +153,19 @@ class PredictConfig:
         _check_seed(self.seed)
         if self.confident > 1:
             raise SelfTPTError(f"confident is a share of the views, at most 1, not {self.confident}")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """How much of the data a benchmark takes. The defaults are the paper's."""
+
+    shots: int | None = setting(16, "pictures of a class to learn from; 0 takes all")
+    share: float = setting(1.0, "of these pictures, how much is used: 0.25, 0.5, 0.75")
+    source_classes: int | None = setting(None, "classes to learn from, drawn by the seed; 0 takes all")
+    limit: int | None = setting(None, "test pictures of each set, balanced over its classes; 0 takes all")
+
+    def __post_init__(self) -> None:
+        _above(0, self, "shots", "share", "limit")
+        _above(1, self, "source_classes")
+        if self.share > 1:
+            raise SelfTPTError(f"share is a part of the pictures, at most 1, not {self.share}")

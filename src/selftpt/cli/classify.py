@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, PromptFile, read_names, with_settings
-from selftpt.cli.predict import Format, FormatOption, listed, show
+from selftpt.cli.predict import Format, FormatOption, listed, one_format, show
 from selftpt.errors import SelfTPTError
 from selftpt.settings import AdaptConfig, PredictConfig
 
@@ -38,6 +38,7 @@ def command(
     """Adapt to a list of class names and classify pictures. The second time, adapting is skipped."""
     if zero_shot and prompt is not None:
         raise SelfTPTError("--zero-shot uses no prompt: leave one of --zero-shot and --prompt out")
+    form = one_format(format, as_json)
     wanted = read_names(names, names_file)
     paths = listed(pictures)
     if zero_shot:
@@ -47,7 +48,7 @@ def command(
     else:
         learned = options.prompt(prompt)
         classifier = adapted(options.load(learned.model), learned, wanted, adapting)
-    show(classifier, paths, predicting, Format.jsonl if as_json else format)
+    show(classifier, paths, predicting, form)
 
 
 def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig) -> Classifier:

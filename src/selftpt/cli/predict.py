@@ -40,13 +40,21 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Classify pictures (stage 3)."""
+    form = one_format(format, as_json)
     paths = listed(pictures)
     from selftpt.classifier import Classifier
 
     made = Classifier.load(classifier)
     model = options.load(made.model_id)
     made.model_id.check(model, f"the classifier {classifier}")
-    show(dataclasses.replace(made, model=model), paths, config, Format.jsonl if as_json else format)
+    show(dataclasses.replace(made, model=model), paths, config, form)
+
+
+def one_format(format: Format, as_json: bool) -> Format:
+    """The format asked for: --json is short for --format jsonl."""
+    if as_json and format is Format.csv:
+        raise SelfTPTError("--json and --format csv are two formats: leave one out")
+    return Format.jsonl if as_json else format
 
 
 def listed(pictures: list[str]) -> Iterable[Path]:
@@ -95,13 +103,15 @@ def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
     from rich.table import Table
 
     table = Table(title="random weights: these answers mean nothing" if meaningless else None, box=None)
-    for column in ("picture", "class", "probability", "then, if 1% or more"):
+    for column in ("picture", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
     count = 0
     for p in predictions:
+        if not count and len(p.names) > 1:
+            table.add_column("then, if 1% or more", overflow="fold")
         count += 1
         rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True) if q >= 0.01)
-        table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", rest)
+        table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", *([rest] if len(p.names) > 1 else []))
     if count:
         Console(highlight=False, markup=False, emoji=False).print(table)
     return count

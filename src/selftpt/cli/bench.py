@@ -1,0 +1,173 @@
+"""`selftpt bench`: the paper's three benchmarks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from selftpt.cli.options import Json, ModelOptions, with_settings
+from selftpt.errors import SelfTPTError
+from selftpt.settings import BenchConfig
+
+if TYPE_CHECKING:
+    from selftpt.evaluation.protocols import Bench, Run
+    from selftpt.evaluation.runs import Record
+    from selftpt.images import PictureError
+
+
+class ProtocolName(StrEnum):
+    cross_dataset = "cross-dataset"
+    base_to_new = "base-to-new"
+    domain = "domain"
+
+
+@with_settings(options=ModelOptions, config=BenchConfig)
+def command(
+    protocol: Annotated[ProtocolName, typer.Argument(help="which data teaches and which data tests")],
+    out: Annotated[Path, typer.Option(help="a folder for records.jsonl and what was learned")],
+    options: ModelOptions,
+    config: BenchConfig,
+    data: Annotated[
+        Path | None, typer.Option(help="a folder with the datasets as `selftpt datasets` lists them")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="with commas between them")] = "clip,coop,self-tpt",
+    datasets: Annotated[
+        str | None, typer.Option(help="names or folders of your own, with commas; by default all that are found")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="with commas between them")] = "1,2,3",
+    set: Annotated[list[str] | None, typer.Option(help="a setting of methods: learn.lr=0.02")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on in a folder that has records")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would run, and how long it took")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a benchmark of the paper: every method on every dataset with every seed, one record each."""
+    wanted = listed(methods)
+    numbers = whole_numbers(seeds)
+    changes = dict(parse_setting(text) for text in set or [])
+    from selftpt.evaluation.protocols import Bench
+    from selftpt.evaluation.runs import Runs
+    from selftpt.files import check_writable
+
+    runs = Runs(out)
+    if runs.records and not (resume or dry_run):
+        raise SelfTPTError(f"{out} has {len(runs.records)} records: go on with --resume, or name another folder")
+    check_writable(runs.file)
+    check_methods(wanted, changes)
+
+    def report(error: PictureError) -> None:
+        print(f"note: left out {error}", file=sys.stderr)
+
+    bench = Bench(options.load(), protocol.value, data, runs, config, changes, report)
+    plan = bench.plan(wanted, chosen_datasets(bench, datasets), numbers)
+    done = runs.done()
+    left = [run for run in plan if bench.key(run) not in done]
+    if dry_run:
+        tell_plan(bench, plan, left, as_json)
+        return
+    for number, run in enumerate(left, 1):
+        record = bench.do(run)
+        print(json.dumps(record) if as_json else f"{number}/{len(left)}  {told(record)}", flush=True)
+    if not as_json:
+        there = len(plan) - len(left)
+        print(f"{len(left)} runs added to {runs.file}, {there} were there; `selftpt table {out}` shows them")
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Seeds from what stands between commas."""
+    try:
+        numbers = [int(part) for part in listed(text)]
+    except ValueError:
+        raise SelfTPTError(f"--seeds takes whole numbers with commas between them, not {text!r}") from None
+    if not numbers or min(numbers) < 0:
+        raise SelfTPTError("--seeds must name at least one seed, 0 or more")
+    return numbers
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """A setting and its value, which is JSON or else a text."""
+    key, given, value = text.partition("=")
+    if not given:
+        raise SelfTPTError(f"--set takes a setting with its value, such as learn.lr=0.02, not {text!r}")
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value
+
+
+def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
+    """Refuse methods and settings that do not exist, and values that no setting takes."""
+    from selftpt.evaluation.protocols import change, has
+    from selftpt.methods import METHODS
+
+    if not methods:
+        raise SelfTPTError(f"--methods names none: choose of {', '.join(METHODS)}")
+    for name in methods:
+        if name not in METHODS:
+            raise SelfTPTError(f"no method is called {name!r}: choose of {', '.join(METHODS)}")
+    for key, value in changes.items():
+        if key in ("learn.seed", "learn.shots"):
+            raise SelfTPTError(f"{key} is set with --{key.partition('.')[2].removesuffix('s')}s, not with --set")
+        holders = [METHODS[name].settings for name in methods if has(METHODS[name].settings, key.split("."))]
+        if not holders:
+            raise SelfTPTError(f"none of {', '.join(methods)} has a setting {key!r}")
+        try:
+            for settings in holders:
+                change(settings, key.split("."), value)
+        except TypeError as error:
+            raise SelfTPTError(f"--set {key} cannot be {value!r}: {error}") from error
+
+
+def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
+    """The datasets asked for, or all of the protocol that are found; those that are not are told."""
+    if names is not None:
+        chosen = listed(names)
+        for name in chosen:
+            bench.dataset(name)
+        return chosen
+    found = []
+    for name in bench.protocol.targets:
+        try:
+            bench.dataset(name)
+            found.append(name)
+        except SelfTPTError as error:
+            print(f"note: without {name}: {error}", file=sys.stderr)
+    if not found:
+        raise SelfTPTError(f"none of the datasets of {bench.name} is there: see `selftpt datasets --data {bench.data}`")
+    return found
+
+
+def tell_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> None:
+    """What would run and how long it took the last time."""
+    times = [bench.runs.usual_seconds(bench.name, run.method, run.dataset) for run in left]
+    if as_json:
+        for run, seconds in zip(left, times, strict=True):
+            print(json.dumps({"method": run.method, "dataset": run.dataset, "seed": run.seed, "seconds": seconds}))
+        return
+    for run, seconds in zip(left, times, strict=True):
+        last = "not run before" if seconds is None else f"{seconds:.0f} s the last time"
+        print(f"{run.method:12} {run.dataset:16} {'' if run.seed is None else f'seed {run.seed}':7} {last}")
+    known = [seconds for seconds in times if seconds is not None]
+    total = f"; {sum(known) / 60:.1f} minutes for the {len(known)} that were run before" if known else ""
+    print(f"{len(left)} runs to do, {len(plan) - len(left)} done{total}")
+
+
+def told(record: Record) -> str:
+    """A record in a line."""
+    seed = "" if record["seed"] is None else f"seed {record['seed']}"
+    results = record["results"]
+    shown = [f"{part} {value['top1']:.1f}" for part, value in results.items() if isinstance(value, dict)]
+    if "harmonic" in results:
+        shown.append(f"harmonic mean {results['harmonic']:.1f}")
+    mark = "  random weights: means nothing" if record["meaningless"] else ""
+    seconds = sum(record["seconds"].values())
+    return f"{record['method']:12} {record['dataset']:16} {seed:7} {', '.join(shown)} %  ({seconds:.0f} s){mark}"

@@ -1,0 +1,70 @@
+"""Parts of labelled pictures: halves of the classes, fractions, fewer classes, fewer pictures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from selftpt.errors import SelfTPTError
+from selftpt.images import Source
+
+
+def half(source: Source, new: bool) -> Source:
+    """The base classes, which are the first half of the labels and the middle one, or else the new ones."""
+    count = len(source.names)
+    middle = (count + 1) // 2
+    return _classes(source, range(middle, count) if new else range(middle))
+
+
+def some_classes(source: Source, count: int, seed: int) -> Source:
+    """So many classes, drawn at random, in their old order."""
+    if not 1 <= count <= len(source.names):
+        raise SelfTPTError(f"cannot take {count} of {len(source.names)} classes")
+    return _classes(source, sorted(random.Random(seed).sample(range(len(source.names)), count)))
+
+
+def fraction(source: Source, share: float, seed: int) -> Source:
+    """A share of the pictures of each class, at least one; a smaller share is part of a larger one."""
+    if not 0 < share <= 1:
+        raise SelfTPTError(f"a share of the pictures must be above 0 and at most 1, not {share:g}")
+    rng = random.Random(seed)
+    chosen: list[int] = []
+    for places in by_label(source).values():
+        rng.shuffle(places)
+        chosen += places[: max(1, round(share * len(places)))]
+    return _pictures(source, chosen)
+
+
+def limit(source: Source, count: int) -> Source:
+    """`count` pictures, a fixed choice: the first of each class, the second of each, and so on."""
+    if count < 1:
+        raise SelfTPTError(f"at least one picture is needed, not {count}")
+    turns = [(turn, label, place) for label, places in by_label(source).items() for turn, place in enumerate(places)]
+    return _pictures(source, (place for _, _, place in sorted(turns)[:count]))
+
+
+def by_label(source: Source) -> dict[int, list[int]]:
+    """The places in the list that each class has, classes in order of appearance."""
+    places: dict[int, list[int]] = {}
+    for place, label in enumerate(source.labels):
+        places.setdefault(label, []).append(place)
+    return places
+
+
+def _pictures(source: Source, places: Iterable[int]) -> Source:
+    """The pictures at these places, in the order of the list."""
+    ordered = sorted(places)
+    return Source(
+        source.names, tuple(source.paths[place] for place in ordered), tuple(source.labels[place] for place in ordered)
+    )
+
+
+def _classes(source: Source, labels: Sequence[int]) -> Source:
+    """The classes of these labels, labelled from 0."""
+    new = {label: i for i, label in enumerate(labels)}
+    kept: list[tuple[Path, int]] = [
+        (path, new[label]) for path, label in zip(source.paths, source.labels, strict=True) if label in new
+    ]
+    names = tuple(source.names[label] for label in labels)
+    return Source(names, tuple(path for path, _ in kept), tuple(label for _, label in kept))

@@ -1,0 +1,1 @@
+"""Protocols, runs and tables."""

@@ -1,0 +1,94 @@
+"""Runs: one JSON record a line, added safely, in RUNS/records.jsonl."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.files import write_after
+
+Record = dict[str, Any]
+PROTOCOLS = ("cross-dataset", "base-to-new", "domain")
+
+
+class Runs:
+    """The records of a folder, oldest first. A last line that was cut short is left out, with a warning."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.file = folder, folder / "records.jsonl"
+        self.records: list[Record] = []
+        self._whole = 0  # bytes of lines that are records
+        try:
+            lines = self.file.read_bytes().splitlines(keepends=True) if folder.is_dir() and self.file.exists() else []
+        except OSError as error:
+            raise SelfTPTError(f"no runs can be read from {folder}: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("cut short")
+                if line.strip():
+                    self.records.append(_checked(json.loads(line, parse_constant=_refuse)))
+                self._whole += len(line)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    what = error.msg if isinstance(error, json.JSONDecodeError) else error
+                    text = f"{self.file}, line {number} is damaged ({what}): mend or delete the line"
+                    raise SelfTPTError(text) from error
+                text = f"left out line {number} of {self.file}, the last: it was cut short"
+                warnings.warn(text, SelfTPTWarning, stacklevel=2)
+
+    def done(self) -> set[str]:
+        """The keys of what was run."""
+        return {record["key"] for record in self.records if "key" in record}
+
+    def add(self, record: Mapping[str, Any]) -> Record:
+        """Add a record: the line is there as a whole before this returns, or not at all. The record as it is read."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(record).encode() + b"\n"
+        write_after(self.file, self._whole, line)
+        self._whole += len(line)
+        self.records.append(json.loads(line))
+        return self.records[-1]
+
+    def usual_seconds(self, protocol: str, method: str, dataset: str) -> float | None:
+        """How long such a run took the last time."""
+        wanted = {"protocol": protocol, "method": method, "dataset": dataset}
+        for record in reversed(self.records):
+            if wanted.items() <= record.items():
+                return float(sum(record["seconds"].values()))
+        return None
+
+
+def read_records(folder: Path) -> list[Record]:
+    """The records of a folder, which has some."""
+    if not folder.is_dir():
+        is_not = "is not a folder" if folder.exists() else "does not exist"
+        raise SelfTPTError(f"{folder} {is_not}: give the folder in which runs were recorded")
+    runs = Runs(folder)
+    if not runs.records:
+        why = "no run has ended yet" if runs.file.exists() else "`selftpt bench` makes them"
+        raise SelfTPTError(f"{runs.file} has no record: {why}")
+    return runs.records
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _checked(record: Any) -> Record:
+    """A record that has what tables need."""
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    for kind, keys in ((str, "protocol method dataset"), (dict, "model data settings results")):
+        for key in keys.split():
+            if not isinstance(record.get(key), kind):
+                raise ValueError(f"no {key}")
+    if record["protocol"] not in PROTOCOLS:
+        raise ValueError(f"unknown protocol {record['protocol']!r}")
+    if not all(isinstance(record["model"].get(key), str) for key in ("name", "digest")):
+        raise ValueError("no name or digest of the model")
+    return record

@@ -1,0 +1,71 @@
+"""What a method is: a way from source pictures and class names to probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from selftpt.features import Look
+from selftpt.files import digest
+from selftpt.images import PictureError, Source
+from selftpt.learning import learn
+from selftpt.models import Model
+from selftpt.prompt import Prompt
+from selftpt.settings import LearnConfig
+
+Predictor = Callable[[Tensor], Tensor]  # features of the views of pictures [N, V, D] to probabilities [N, C]
+Fitted = Callable[[Sequence[str], str], Predictor]  # class names [C], and the dataset's sentence with {} for a name
+
+
+@dataclass
+class Job:
+    """What a method is given to learn from. What it learns is kept in `folder`, and found there the next time.
+
+    unreadable: how many pictures of the source could not be used.
+    """
+
+    model: Model
+    source: Source | None
+    folder: Path
+    on_error: Callable[[PictureError], None]
+    unreadable: int = 0
+
+    def prompt(self, config: LearnConfig) -> Prompt:
+        """The prompt that `config` makes of the source."""
+        assert self.source is not None
+        pictures = ["/".join(path.parts[-2:]) for path in self.source.paths]
+        facts = dataclasses.asdict(config), self.source.names, pictures, self.source.labels
+        file = self.folder / f"prompt-{digest(self.model.id.digest, *facts)}.safetensors"
+        if file.is_file():
+            prompt = Prompt.load(file)
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            prompt = learn(self.model, self.source, config, out=file, on_error=self.on_error)
+        self.unreadable = len(pictures) - prompt.origin["pictures"]
+        return prompt
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table of methods.
+
+    settings: its frozen settings, with the defaults of its paper; a field `learn` is filled with seed and epochs.
+    fit: the method proper. looks: what it wants to see of a picture.
+    """
+
+    name: str
+    summary: str
+    reference: str
+    settings: Any
+    fit: Callable[[Job, Any], Fitted]
+    looks: Callable[[Any], Sequence[Look]] = lambda _settings: [Look()]
+
+    @property
+    def learns(self) -> bool:
+        """Whether it learns from source pictures, and so has seeds."""
+        return hasattr(self.settings, "learn")

@@ -1,0 +1,326 @@
+"""The three benchmarks on made-up trees of the real layout, with a small random model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import selftpt.features
+from selftpt.adaptation import adapt, zero_shot
+from selftpt.datasets import read_dataset
+from selftpt.errors import SelfTPTError
+from selftpt.evaluation.protocols import PROTOCOLS, Bench, change, has
+from selftpt.evaluation.runs import Record, Runs
+from selftpt.images import PictureError, Source, open_picture
+from selftpt.learning import RunFiles, learn
+from selftpt.methods import METHODS
+from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig
+from tests.commands import Run, refused
+from tests.folders import make_model
+from tests.small import model
+from tests.trees import WNIDS, make_tree
+
+EPOCHS = {"learn.epochs": 2}
+ALL = ["clip", "coop", "self-tpt", "self-tpt-v"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("imagenet", "eurosat", "caltech101", "imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r"):
+        make_tree(folder, name)
+    return folder
+
+
+def bench(protocol: str, data: Path, out: Path, **more: Any) -> Bench:
+    changes = {**EPOCHS, "predict.views": 4} if more.pop("views", False) else EPOCHS
+    return Bench(model(), protocol, data, Runs(out), **{"changes": changes, **more})
+
+
+def do(bench: Bench, methods: list[str], datasets: list[str], seeds: list[int]) -> list[Record]:
+    return [bench.do(run) for run in bench.plan(methods, datasets, seeds)]
+
+
+def slowly(source: Source, weights: torch.Tensor) -> float:
+    """Per cent of pictures, each opened and looked at alone, that are nearest to their own class."""
+    eyes, right = model(), 0
+    for path, label in zip(source.paths, source.labels, strict=True):
+        feature = eyes.encode_images(eyes.preprocess(open_picture(path))[None])
+        right += int((feature @ weights.t()).argmax()) == label
+    return 100 * right / len(source.paths)
+
+
+def halves(source: Source) -> Iterator[Source]:
+    """Classes 0 and 1, classes 2 and 3: all of EuroSAT's tree has four."""
+    for first in (0, 2):
+        rows = [(p, i - first) for p, i in zip(source.paths, source.labels, strict=True) if first <= i < first + 2]
+        yield Source(source.names[first : first + 2], tuple(p for p, _ in rows), tuple(i for _, i in rows))
+
+
+def test_base_to_new_is_what_it_says(data: Path, tmp_path: Path) -> None:
+    """Against the same by hand: half of the classes learned, each half tested among its own names."""
+    records = do(bench("base-to-new", data, tmp_path), ["clip", "coop", "self-tpt"], ["eurosat"], [2])
+    dataset, eyes = read_dataset("eurosat", data), model()
+    assert dataset.train is not None
+    config = LearnConfig(epochs=2, seed=2)
+    base, _ = halves(dataset.train.few(16, 2))
+    prompts = {
+        "coop": learn(eyes, base, dataclasses.replace(config, cpt=0, gm=0)),
+        "self-tpt": learn(eyes, base, config),
+    }
+    for record in records:
+        for part, test in zip(("base", "new"), halves(dataset.test), strict=True):
+            if record["method"] == "clip":
+                classifier = zero_shot(eyes, test.names, "a centered satellite photo of {}.")
+            else:
+                steps = 0 if record["method"] == "coop" else 10
+                classifier = adapt(eyes, prompts[record["method"]], test.names, AdaptConfig(steps=steps))
+            found = record["results"][part]
+            assert found["top1"] == pytest.approx(slowly(test, classifier.weights)), record["method"]
+            assert (found["pictures"], found["classes"]) == (6, 2)
+        base1, new1 = (record["results"][part]["top1"] for part in ("base", "new"))
+        assert record["results"]["harmonic"] == pytest.approx(2 / (1 / base1 + 1 / new1) if base1 and new1 else 0)
+    assert [record["seed"] for record in records] == [None, 2, 2]
+    assert records[0]["source"] is None
+    assert records[1]["source"]["classes"] == 2
+    assert records[1]["source"]["pictures"] == 10
+
+
+def test_views_are_merged(data: Path, tmp_path: Path) -> None:
+    """Self-TPT-v by hand: the mean of the probabilities over the views that `predict` would look at."""
+    runner = bench("cross-dataset", data, tmp_path, views=True)
+    (record,) = do(runner, ["self-tpt-v"], ["eurosat"], [1])
+    assert record["settings"]["predict"]["views"] == 4
+    dataset, eyes = read_dataset("eurosat", data), model()
+    source = read_dataset("imagenet", data).train
+    assert source is not None
+    classifier = adapt(eyes, learn(eyes, source, LearnConfig(epochs=2)), dataset.test.names)
+    config = dataclasses.replace(METHODS["self-tpt-v"].settings.predict, views=4, top=1)
+    predictions = list(classifier.predict(dataset.test.paths, config=config))
+    right = [p.labels[0] == label for p, label in zip(predictions, dataset.test.labels, strict=True)]
+    assert record["results"]["test"]["top1"] == pytest.approx(100 * sum(right) / len(right))
+
+
+def test_a_source_is_learned_once(data: Path, tmp_path: Path) -> None:
+    """Whatever the number of datasets it is tested on; and Self-TPT-v has the prompt of Self-TPT."""
+    records = do(bench("cross-dataset", data, tmp_path, views=True), ALL, ["caltech101", "eurosat"], [1, 2])
+    assert len(records) == 2 * (1 + 3 * 2)
+    assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 2 * 2
+    assert {record["source"]["dataset"] for record in records if record["source"]} == {"imagenet"}
+    assert {record["source"]["classes"] for record in records if record["source"]} == {len(WNIDS)}
+
+
+def test_a_picture_passes_the_tower_once(data: Path, tmp_path: Path) -> None:
+    """Over all methods and seeds: test pictures once, crops once an epoch, views once."""
+    records = do(bench("cross-dataset", data, tmp_path, views=True), ALL, ["caltech101", "eurosat"], [1, 2, 3])
+    tests = sum(len(read_dataset(name, data).test.paths) for name in ("caltech101", "eurosat"))
+    train = read_dataset("imagenet", data).train
+    assert train is not None
+    assert sum(record["encoded"] for record in records) == 4 * tests + 2 * len(train.paths)
+
+
+def test_domain(data: Path, tmp_path: Path) -> None:
+    names = list(PROTOCOLS["domain"].targets)
+    records = do(bench("domain", data, tmp_path), ["clip", "coop"], names, [1])
+    assert [record["dataset"] for record in records] == names * 2
+    assert [record["results"]["test"]["classes"] for record in records[:5]] == [12, 12, 12, 3, 3]
+
+
+def test_how_much_of_the_data(data: Path, tmp_path: Path) -> None:
+    config = BenchConfig(shots=4, share=0.5, source_classes=3, limit=5)
+    runner = bench("cross-dataset", data, tmp_path, config=config)
+    (record,) = do(runner, ["coop"], ["eurosat"], [1])
+    assert record["source"]["classes"] == 3
+    assert record["source"]["pictures"] == 3 * 2  # there are three of each, and half of them is rounded to two
+    assert record["results"]["test"]["pictures"] == 5
+    assert record["data"]["limit"] == 5
+
+
+RESUMED = ("seconds", "peak_memory_mb", "encoded")
+
+
+def plain(records: list[Record]) -> list[Record]:
+    return [{key: value for key, value in record.items() if key not in RESUMED} for record in records]
+
+
+def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
+    """The real thing, so many times; then the program is killed."""
+    left = iter(range(calls))
+
+    def call(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "calls"),
+    [
+        (selftpt.features, "write_tensors", 0),
+        (selftpt.features, "write_tensors", 3),
+        (selftpt.features, "write_tensors", 9),
+        (RunFiles, "keep", 1),
+        (RunFiles, "keep", 3),
+        (RunFiles, "finish", 0),
+        (Runs, "add", 0),
+        (Runs, "add", 3),
+        (Bench, "_examine", 4),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_killed_run_goes_on_to_the_same_records(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, calls: int
+) -> None:
+    monkeypatch.setattr(selftpt.features, "GROUP", 2)
+    monkeypatch.setattr(selftpt.features, "PACK_SECONDS", -1)
+    jobs = ["clip", "coop", "self-tpt"], ["eurosat"], [1, 2]
+    monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
+    wanted = do(bench("base-to-new", data, tmp_path / "undisturbed"), *jobs)
+    monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "other"))
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, after(calls, getattr(place, name)))
+        with pytest.raises(KeyboardInterrupt):
+            do(bench("base-to-new", data, tmp_path / "killed"), *jobs)
+    again = bench("base-to-new", data, tmp_path / "killed")
+    done = again.runs.done()
+    for run in again.plan(*jobs):
+        if again.key(run) not in done:
+            again.do(run)
+    assert plain(Runs(tmp_path / "killed").records) == plain(wanted)
+
+
+def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "data", "eurosat")
+    (root / "2750" / "Forest" / "Forest_8.jpg").write_text("no picture")  # a test picture
+    (root / "2750" / "AnnualCrop" / "AnnualCrop_1.jpg").write_text("no picture")  # one to learn from
+    told: list[PictureError] = []
+    first = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
+    (record,) = do(first, ["coop"], ["eurosat"], [1])
+    assert record["results"]["base"]["pictures"] == 5
+    assert record["data"]["unreadable"] == 1
+    assert record["source"]["unreadable"] == 1
+    assert sorted(str(error).partition(":")[0][-16:] for error in told) == ["AnnualCrop_1.jpg", "est/Forest_8.jpg"]
+    again = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
+    assert plain(do(again, ["coop"], ["eurosat"], [1])) == plain([record])
+
+
+def test_no_picture_can_be_read(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "data", "eurosat")
+    for path in root.rglob("*.jpg"):
+        path.write_text("no picture")
+    runner = bench("cross-dataset", tmp_path / "data", tmp_path / "runs", on_error=lambda _: None)
+    with pytest.raises(SelfTPTError, match="none of the 12 test pictures"):
+        do(runner, ["clip"], ["eurosat"], [1])
+
+
+def test_a_dataset_for_tests_alone_teaches_nothing(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(SelfTPTError, match="ImageNet-A"):
+        do(bench("base-to-new", data, tmp_path), ["coop"], ["imagenet_a"], [1])
+
+
+def test_settings_by_name() -> None:
+    settings = METHODS["self-tpt"].settings
+    assert has(settings, ["adapt", "lr"])
+    assert not has(settings, ["adapt", "rate"])
+    assert change(settings, ["adapt", "lr"], 0.5).adapt.lr == 0.5
+    assert change(settings, ["learn", "contrast", "views"], ["end", "hand"]).learn.contrast.views == ("end", "hand")
+    assert change(METHODS["clip"].settings, ["adapt", "lr"], 0.5) == METHODS["clip"].settings
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
+    """By seed the same; records are JSON; the model is left as it was."""
+    before = {key: value.clone() for key, value in model().text.clip.state_dict().items()}
+    kept = []
+    for out in ("first", "second"):
+        runner = bench("base-to-new", data, tmp_path / out, views=True)
+        kept += do(runner, [name], ["eurosat"], [1])
+    assert plain(kept[:1]) == plain(kept[1:])
+    assert json.loads((tmp_path / "first" / "records.jsonl").read_text()) == kept[0]
+    assert all(torch.equal(before[key], value) for key, value in model().text.clip.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("weights") / "model")
+
+
+def test_the_command(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    command = ["bench", "base-to-new", "--data", data, "--out", out, "--model", weights, "--seeds", "1,2"]
+    command += ["--methods", "clip,coop", "--datasets", "eurosat", "--set", "learn.epochs=2"]
+    first = run(*command, "--dry-run")
+    assert first.code == 0, first.err
+    assert "3 runs to do, 0 done" in first.out
+    assert "not run before" in first.out
+    assert not out.exists()
+    assert run(*command).code == 0
+    assert len(Runs(out).records) == 3
+    refused(run(*command), str(out), "--resume")
+    later = run(*command, "--resume", "--dry-run", "--json")
+    assert later.out == ""
+    more = run(*command[:-4], "--datasets", "eurosat,caltech101", "--set", "learn.epochs=2", "--resume")
+    assert more.code == 0, more.err
+    assert "3 runs added" in more.out
+    assert "3 were there" in more.out
+
+
+def test_all_that_is_found(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
+    command = ["bench", "cross-dataset", "--data", data, "--out", tmp_path, "--model", weights, "--methods", "clip"]
+    answer = run(*command, "--json")
+    assert [json.loads(line)["dataset"] for line in answer.out.splitlines()] == ["caltech101", "eurosat"]
+    assert sum(line.startswith("note: without ") for line in answer.err.splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--methods", "clap"], ["clap", "clip"]),
+        (["--methods", ","], ["--methods"]),
+        (["--seeds", "1,b"], ["--seeds", "1,b"]),
+        (["--seeds", "-1"], ["--seeds"]),
+        (["--datasets", "dtd"], ["dtd"]),
+        (["--set", "learn.lr"], ["learn.lr=0.02"]),
+        (["--set", "learn.speed=2"], ["learn.speed"]),
+        (["--set", "learn.lr=fast"], ["learn.lr", "fast"]),
+        (["--set", "learn.lr=-1"], ["lr must be above 0"]),
+        (["--set", "learn.seed=3"], ["--seeds"]),
+        (["--share", "2"], ["share"]),
+        (["--source-classes", "1"], ["source_classes"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_wrong_wishes(
+    run: Run, data: Path, weights: Path, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    command = ["bench", "base-to-new", "--data", data, "--out", tmp_path / "runs", "--model", weights]
+    refused(run(*command, *arguments), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_data(run: Run, weights: Path, tmp_path: Path) -> None:
+    command = ["bench", "domain", "--out", tmp_path / "runs", "--model", weights]
+    refused(run(*command, "--data", tmp_path / "nothing"), "domain")
+    (tmp_path / "runs").write_text("a file")
+    refused(run(*command, "--data", tmp_path), "runs")
+
+
+def test_the_cache_is_shown_and_pruned(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
+    assert "0.0 MB" in run("cache").out
+    run("bench", "cross-dataset", "--data", data, "--out", tmp_path, "--model", weights, "--methods", "clip")
+    shown = run("cache")
+    assert "24 pictures" in shown.out
+    assert "the picture" in shown.out
+    refused(run("cache", "ViT-B-16"), "ViT-B-16")
+    (row,) = json.loads(run("cache", "--json").out)
+    assert row["pictures"] == 24
+    assert "deleted" in run("cache", "--prune").out
+    assert json.loads(run("cache", "--json").out) == []

@@ -1,0 +1,66 @@
+"""Published split files against the published counts: `python tools/check_splits.py --data DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from selftpt.datasets import DATASETS, half
+from selftpt.datasets.splits import read_rows, to_sources
+from selftpt.errors import SelfTPTError
+
+BASE_AND_NEW = {  # test pictures of the first and the second half of the classes
+    "caltech101": (1549, 916),
+    "oxford_pets": (1881, 1788),
+    "stanford_cars": (4002, 4039),
+    "oxford_flowers": (1053, 1410),
+    "dtd": (864, 828),
+    "eurosat": (4200, 3900),
+    "ucf101": (1934, 1849),
+}
+
+
+def split_files(data: Path) -> dict[str, Path]:
+    """The split file of each dataset; where that was trimmed to the pictures there, the whole one is in full/."""
+    files = {}
+    for name, spec in DATASETS.items():
+        folder = data / spec.folder
+        file = (folder / "full" if (folder / "full").is_dir() else folder) / (spec.split or "")
+        if file.is_file():
+            files[name] = file
+    return files
+
+
+def check(name: str, file: Path) -> bool:
+    """Print a split's counts beside the published ones; whether they are equal."""
+    sources = to_sources(file, file.parent, read_rows(file, "train", "val", "test"))
+    test = sources[2]
+    found = len(test.names), *(len(source.paths) for source in sources)
+    halves = len(half(test, new=False).paths), len(half(test, new=True).paths)
+    same = found == DATASETS[name].size and halves == BASE_AND_NEW.get(name, halves)
+    print(f"{name}: {file}")
+    print(f"  classes, train, val, test: {found}, published {tuple(DATASETS[name].size)}")
+    print(f"  test pictures of base and new classes: {halves}, published {BASE_AND_NEW.get(name, 'unknown')}")
+    print("  equal" if same else "  DIFFERENT")
+    return same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="the folder that the datasets lie in")
+    data = parser.parse_args().data
+    files = split_files(data)
+    if not files:
+        print(f"no split file below {data}", file=sys.stderr)
+        return 1
+    try:
+        same = [check(name, file) for name, file in files.items()]
+    except SelfTPTError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0 if all(same) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
