@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import timm
@@ -22,67 +22,40 @@ from measure import interleaved, ratio
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
+from selftpt.datasets import Dataset, read_dataset
+from selftpt.evaluation.measures import top
+from selftpt.features import FeatureStore, Look
 from selftpt.files import read_tensors
-from selftpt.images import Source, in_threads, open_picture, pictures_in
+from selftpt.images import in_threads, open_picture
 from selftpt.models import Model, load_model
 
-DATASETS = {  # CoOp's folders, and its split file with the pictures' folder below
-    "caltech101": ("caltech-101", "101_ObjectCategories", "split_zhou_Caltech101.json"),
-    "oxford_pets": ("oxford_pets", "images", "split_zhou_OxfordPets.json"),
-    "eurosat": ("eurosat", "2750", "split_zhou_EuroSAT.json"),
-    "dtd": ("dtd", "images", "split_zhou_DescribableTextures.json"),
-    "food101": ("food-101", "images", "split_zhou_Food101.json"),
-}
+DATASETS = ("caltech101", "oxford_pets", "eurosat", "dtd", "food101", "imagenet")
 
 
-def read_split(data: Path, dataset: str, part: str, file: str | None = None) -> Source:
-    """A part of a dataset by its split file, or by another file of the same form."""
-    folder, pictures, split = DATASETS[dataset]
-    rows = json.loads((data / folder / (file or split)).read_text())[part]
-    names = {label: name for _, label, name in rows}
-    assert sorted(names) == list(range(len(names)))
-    paths = tuple(data / folder / pictures / path for path, _, _ in rows)
-    return Source(tuple(names[i] for i in range(len(names))), paths, tuple(label for _, label, _ in rows))
+def zero_shot_top1(model: Model, dataset: Dataset) -> float:
+    """Per cent of test pictures told right by "a photo of a ..."."""
+    classifier, features = zero_shot(model, dataset.test.names), FeatureStore(model, Look())(dataset.test.paths)
+    return top(classifier(features), torch.tensor(dataset.test.labels), 1)
 
 
-def read_imagenet(data: Path, part: str) -> Source:
-    """The pictures of ImageNet's folder `part`, a folder a class by its WordNet number."""
-    lines = (data / "imagenet" / "classnames.txt").read_text().splitlines()
-    wnids, names = zip(*(line.split(" ", 1) for line in lines), strict=True)
-    rows = [
-        (path, i) for i, wnid in enumerate(wnids) for path in pictures_in(data / "imagenet" / "images" / part / wnid)
-    ]
-    return Source(names, tuple(path for path, _ in rows), tuple(label for _, label in rows))
-
-
-def see(model: Model, paths: Sequence[Path], batch: int = 32) -> Tensor:
-    """Unit features [n, D] of pictures."""
-    shown = in_threads(lambda path: model.preprocess(open_picture(path)), paths, ahead=2 * batch)
-    batches = iter(lambda: list(itertools.islice(shown, batch)), [])
-    return torch.cat([model.encode_images(torch.stack(some)) for some in batches])
-
-
-def top1(features: Tensor, weights: Tensor, labels: Sequence[int]) -> float:
-    """Per cent of features [n, D] nearest to the weights [C, D] of their own class."""
-    return 100 * ((features @ weights.t()).argmax(1) == torch.tensor(labels)).float().mean().item()
-
-
-def unseen(model: Model, data: Path) -> float:
+def unseen(model: Model, imagenet: Dataset, batch: int = 32) -> float:
     """Per cent right of pictures of the held-out classes, by the model that has not learned them.
 
     It has the image tower of the embedded one, but a projection of its own: on top of the tower's own features.
     """
     header, exam = read_tensors(Path(__file__).with_name("embedded_unseen.safetensors"), "exam")
     place = {label: i for i, label in enumerate(header["labels"])}
-    parts = [read_imagenet(data, part) for part in ("train", "val")]
-    pictures = [pair for part in parts for pair in zip(part.paths, part.labels, strict=True)]
+    assert imagenet.train is not None
+    pictures = [pair for part in (imagenet.train, imagenet.test) for pair in zip(part.paths, part.labels, strict=True)]
     rows = [(path, place[label]) for path, label in pictures if label in place]
-    seen: list[Tensor] = []
-    hook = model.image.encode.trunk.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
-    see(model, [path for path, _ in rows])
-    hook.remove()
+    shown = in_threads(lambda row: model.preprocess(open_picture(row[0])), rows, ahead=2 * batch)
+    seen = []
+    with torch.inference_mode():
+        while pixels := list(itertools.islice(shown, batch)):
+            laid = model.preprocess.normalize(torch.stack(pixels)).contiguous(memory_format=torch.channels_last)
+            seen.append(model.image.encode.trunk(laid))
     features = F.normalize(torch.cat(seen) @ exam["projection"].float().t() + exam["bias"], dim=-1)
-    return top1(features, exam["vectors"].float(), [label for _, label in rows])
+    return top(features @ exam["vectors"].float().t(), torch.tensor([label for _, label in rows]), 1)
 
 
 def rates(model: Model) -> dict[str, float]:
@@ -114,12 +87,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model = load_model(device="cpu")
     result: dict[str, float] = {}
-    sources = {name: read_split(options.data, name, "test") for name in DATASETS}
-    for name, source in (sources | {"imagenet": read_imagenet(options.data, "val")}).items():
-        weights = zero_shot(model, source.names).weights
-        result[name] = top1(see(model, source.paths), weights, source.labels)
-        print(f"{name}: {result[name]:.1f} % of {len(source.paths)} pictures, {len(source.names)} classes", flush=True)
-    result["imagenet_unseen"] = unseen(model, options.data)
+    for name in DATASETS:
+        dataset = read_dataset(name, options.data)
+        result[name] = zero_shot_top1(model, dataset)
+        size = f"{len(dataset.test.paths)} pictures, {len(dataset.test.names)} classes"
+        print(f"{name}: {result[name]:.1f} % of {size}", flush=True)
+    result["imagenet_unseen"] = unseen(model, dataset)
     print(f"imagenet_unseen: {result['imagenet_unseen']:.1f} %, 200 classes", flush=True)
     result |= rates(model)
     print(f"encode_images: {result['rate_over_bare_tower']:.2f} of the bare tower's rate")

@@ -22,7 +22,7 @@ from selftpt.learning import RunFiles, learn
 from selftpt.methods import METHODS
 from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig
 from tests.commands import Run, refused
-from tests.folders import make_model
+from tests.folders import make_model, make_photos
 from tests.small import model
 from tests.trees import WNIDS, make_tree
 
@@ -130,6 +130,16 @@ def test_domain(data: Path, tmp_path: Path) -> None:
     records = do(bench("domain", data, tmp_path), ["clip", "coop"], names, [1])
     assert [record["dataset"] for record in records] == names * 2
     assert [record["results"]["test"]["classes"] for record in records[:5]] == [12, 12, 12, 3, 3]
+
+
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    """Wherever a name does."""
+    folder = make_photos(tmp_path / "my birds", ("kite", "duck", "hen", "crow"))
+    (record,) = do(bench("base-to-new", Path("nowhere"), tmp_path / "runs"), ["coop"], [str(folder)], [1])
+    assert record["dataset"] == "my birds"
+    assert record["data"]["published"] is False
+    assert "made here" in record["data"]["split"]
+    assert (record["results"]["base"]["classes"], record["results"]["new"]["classes"]) == (2, 2)
 
 
 def test_how_much_of_the_data(data: Path, tmp_path: Path) -> None:

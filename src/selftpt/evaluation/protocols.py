@@ -149,7 +149,7 @@ class Bench:
         record = {
             "protocol": self.name,
             "method": run.method,
-            "dataset": run.dataset,
+            "dataset": data.name,
             "seed": run.seed,
             "model": dataclasses.asdict(self.model.id),
             "precision": self.model.precision,

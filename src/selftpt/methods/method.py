@@ -35,18 +35,23 @@ class Job:
     on_error: Callable[[PictureError], None]
     unreadable: int = 0
 
-    def prompt(self, config: LearnConfig) -> Prompt:
-        """The prompt that `config` makes of the source."""
+    def file(self, config: LearnConfig) -> Path:
+        """Where the prompt that `config` makes of the source is kept."""
         assert self.source is not None
         pictures = ["/".join(path.parts[-2:]) for path in self.source.paths]
         facts = dataclasses.asdict(config), self.source.names, pictures, self.source.labels
-        file = self.folder / f"prompt-{digest(self.model.id.digest, *facts)}.safetensors"
+        return self.folder / f"prompt-{digest(self.model.id.digest, *facts)}.safetensors"
+
+    def prompt(self, config: LearnConfig) -> Prompt:
+        """The prompt that `config` makes of the source."""
+        assert self.source is not None
+        file = self.file(config)
         if file.is_file():
             prompt = Prompt.load(file)
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             prompt = learn(self.model, self.source, config, out=file, on_error=self.on_error)
-        self.unreadable = len(pictures) - prompt.origin["pictures"]
+        self.unreadable = len(self.source.paths) - prompt.origin["pictures"]
         return prompt
 
 

@@ -1,0 +1,89 @@
+"""Why stage 2 helps or does not, for runs that `selftpt bench base-to-new` has recorded with the same settings.
+
+For each dataset and seed of self-tpt: the cosine of the gradients of cross-entropy and CPT in the last fifth of
+stage 1; CPT on the new classes' names before stage 2 and after; how alike the views of a class are (the cosine of its
+vector in the end view with the mean over the three views); how far stage 2 moves the class vectors (1 - cosine); and
+accuracy on the new classes before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from selftpt import AdaptConfig
+from selftpt.adaptation import adapt
+from selftpt.cli.bench import parse_setting
+from selftpt.datasets import half
+from selftpt.evaluation.measures import top
+from selftpt.evaluation.protocols import Bench, Run
+from selftpt.evaluation.runs import Runs
+from selftpt.features import FeatureStore, Look
+from selftpt.losses import Head
+from selftpt.methods import Job
+from selftpt.models import load_model
+from selftpt.objective import Task, contrast_step
+from selftpt.prompt import Prompt
+from selftpt.text import TextEncoder, encode_template
+from selftpt.tokens import class_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path, help="the folder of the runs")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--set", action="append", default=[], help="settings, as they were given to bench")
+    options = parser.parse_args()
+    changes = dict(parse_setting(text) for text in options.set)
+    bench = Bench(load_model(device="cpu"), "base-to-new", options.data, Runs(options.runs), changes=changes)
+    print("dataset seed  cosine  CPT before after  alike  moved  new before after")
+    for record in bench.runs.records:
+        if record["method"] == "self-tpt" and record["protocol"] == "base-to-new":
+            row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
+            print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
+
+
+def look_at(bench: Bench, run: Run) -> dict[str, float]:
+    """All of it for one run, of which the prompt is kept."""
+    model, settings = bench.model, bench.settings(run)
+    assert run.seed is not None
+    source, _ = bench._source(run.dataset, run.seed)
+    job = Job(model, source, bench.runs.folder / "learned", print)
+    prompt = job.prompt(settings.learn)
+    log = job.file(settings.learn)
+    steps = [json.loads(line) for line in log.with_name(log.name + ".log.jsonl").read_text().splitlines()]
+    test = half(bench.dataset(run.dataset).test, new=True)
+    features = FeatureStore(model, Look())(test.paths)
+    before = adapt(model, prompt, test.names, AdaptConfig(steps=0))
+    after = adapt(model, prompt, test.names, settings.adapt)
+    mean = adapt(model, prompt, test.names, AdaptConfig(steps=0, vectors="mean"))
+    labels = torch.tensor(test.labels)
+    return {
+        "cosine": statistics.mean(step["cosine"] for step in steps[-len(steps) // 5 :]),
+        "cpt_before": contrast(bench, prompt, test.names, 0),
+        "cpt_after": contrast(bench, prompt, test.names, settings.adapt.steps, settings.adapt.lr),
+        "alike": F.cosine_similarity(before.weights, mean.weights).mean().item(),
+        "moved": 1 - F.cosine_similarity(before.weights, after.weights).mean().item(),
+        "new_before": top(before(features), labels, 1),
+        "new_after": top(after(features), labels, 1),
+    }
+
+
+def contrast(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, lr: float = 0.0) -> float:
+    """CPT of a prompt on class names after so many steps of stage 2."""
+    model, kind, context = bench.model, prompt.contrast, prompt.context.clone()
+    tokens = class_tokens(model.text.tokenizer, names, len(context), kind)
+    hand = encode_template(model.text, tokens, kind.template) if "hand" in kind.views else None
+    task = Task(TextEncoder(model.text, tokens, len(context), kind.learned), hand, tokens.same, kind)
+    for _ in range(steps):
+        context -= lr * contrast_step(task, context, Head(*prompt.head))[1]
+    return contrast_step(task, context, Head(*prompt.head))[0]
+
+
+if __name__ == "__main__":
+    main()
