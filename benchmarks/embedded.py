@@ -12,6 +12,7 @@ import copy
 import itertools
 import json
 import os
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,10 +33,21 @@ from selftpt.models import Model, load_model
 DATASETS = ("caltech101", "oxford_pets", "eurosat", "dtd", "food101", "imagenet")
 
 
-def zero_shot_top1(model: Model, dataset: Dataset) -> float:
-    """Per cent of test pictures told right by "a photo of a ..."."""
+def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
+    """Per cent of test pictures told right by "a photo of a ...".
+
+    Where the folder full/ has the whole of a split that was cut, also with each class weighed by its share of that.
+    """
     classifier, features = zero_shot(model, dataset.test.names), FeatureStore(model, Look())(dataset.test.paths)
-    return top(classifier(features), torch.tensor(dataset.test.labels), 1)
+    right = (classifier(features).argmax(1) == torch.tensor(dataset.test.labels)).tolist()
+    result = {dataset.name: 100 * statistics.mean(right)}
+    if (full := dataset.root / "full" / dataset.split).is_file():
+        of_class: dict[int, list[bool]] = {}
+        for label, was in zip(dataset.test.labels, right, strict=True):
+            of_class.setdefault(label, []).append(was)
+        labels = [label for _, label, _ in json.loads(full.read_text())["test"] if label in of_class]
+        result[f"{dataset.name}_as_whole"] = 100 * statistics.mean(statistics.mean(of_class[i]) for i in labels)
+    return result
 
 
 def unseen(model: Model, imagenet: Dataset, batch: int = 32) -> float:
@@ -89,9 +101,11 @@ def main() -> None:
     result: dict[str, float] = {}
     for name in DATASETS:
         dataset = read_dataset(name, options.data)
-        result[name] = zero_shot_top1(model, dataset)
+        result |= zero_shot_top1(model, dataset)
         size = f"{len(dataset.test.paths)} pictures, {len(dataset.test.names)} classes"
         print(f"{name}: {result[name]:.1f} % of {size}", flush=True)
+        if f"{name}_as_whole" in result:
+            print(f"  {result[f'{name}_as_whole']:.1f} % by the whole test set's counts")
     result["imagenet_unseen"] = unseen(model, dataset)
     print(f"imagenet_unseen: {result['imagenet_unseen']:.1f} %, 200 classes", flush=True)
     result |= rates(model)

@@ -427,14 +427,29 @@ def test_few_shots_by_the_published_rule(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()
     train = [(path, order[name], name) for name, paths in files.items() for path in paths]
-    (tmp_path / "split.json").write_text(json.dumps({"train": train, "test": train}))
+    (tmp_path / "kite" / "test.png").touch()
+    test = [("kite/test.png", 2, "kite")]
+    (tmp_path / "split.json").write_text(json.dumps({"train": train, "test": test}))
     random.seed(3)
     expected = random.sample(files["kite"], 4) + random.sample(files["ant"], 4) + files["bee"]
-    source, where = read_dataset(str(tmp_path), None).few_shot(4, 3)
+    source, where, published = read_dataset(str(tmp_path), None).few_shot(4, 3)
     assert [path.relative_to(tmp_path).as_posix() for path in source.paths] == expected
     assert source.labels == (2,) * 4 + (0,) * 4 + (1,) * 2
     assert source.names == ("ant", "bee", "kite")
     assert where == "drawn here: 4 of each class, seed 3"
+    assert published
+
+
+def test_few_shots_as_published() -> None:
+    """The places of the pictures that the published lists of Oxford Pets have, 16 shots, seed 1, its first two classes.
+
+    Each class has 80 pictures to train with.
+    """
+    rows = [(Path(f"{label}/{place}"), label) for label in range(37) for place in range(80)]
+    source = Source(tuple(map(str, range(37))), tuple(path for path, _ in rows), tuple(label for _, label in rows))
+    places = [int(path.name) for path in source.few(16, 1).paths[:32]]
+    assert places[:16] == [17, 72, 8, 32, 15, 63, 57, 60, 48, 26, 12, 62, 3, 49, 55, 0]
+    assert places[16:] == [57, 34, 29, 75, 13, 40, 3, 2, 73, 69, 1, 48, 27, 54, 71, 28]
 
 
 @pytest.fixture
@@ -444,14 +459,15 @@ def pets(tmp_path: Path) -> Dataset:
 
 
 def test_all_shots(pets: Dataset) -> None:
-    assert pets.few_shot(None, 1) == (pets.train, "all training pictures")
+    assert pets.few_shot(None, 1) == (pets.train, "all training pictures", True)
 
 
 def test_a_published_few_shot_list_comes_first(pets: Dataset) -> None:
     rows = [rows_of("oxford_pets")["train"][place] for place in (6, 1, 13)]
     (pets.root / "fewshot_1_seed2.json").write_text(json.dumps({"train": rows}))
-    source, where = pets.few_shot(1, 2)
+    source, where, published = pets.few_shot(1, 2)
     assert where == "fewshot_1_seed2.json"
+    assert not published  # it is not what the rule draws from this split
     assert source.paths == tuple(pets.root / "images" / path for path, _, _ in rows)
     assert source.labels == (1, 0, 2)
     assert source.names == pets.test.names
@@ -465,6 +481,7 @@ def test_a_published_few_shot_list_comes_first(pets: Dataset) -> None:
         (lambda rows: [[path, label, name.upper()] for path, label, name in rows], "other classes than OxfordPets"),
         (lambda rows: [[f"not_{path}", label, name] for path, label, name in rows], "3 of the 3 pictures"),
         (lambda rows: {}, 'no list "train"'),
+        (lambda rows: [*rows, rows_of("oxford_pets")["test"][0]], "does not train with"),
     ],
 )
 def test_wrong_few_shot_lists(pets: Dataset, change: Callable[[Any], Any], words: str) -> None:
@@ -543,12 +560,22 @@ def test_halves_by_hand() -> None:
 
 def test_a_limit_takes_turns() -> None:
     whole = source("000021120")
-    assert [str(path) for path in limit(whole, 4).paths] == ["0-0", "1-0", "4-2", "5-1"]
+    assert sorted(limit(whole, 3).labels) == [0, 1, 2]
+    assert [str(path) for path in limit(whole, 6).paths] == ["0-0", "1-0", "4-2", "5-1", "6-1", "7-2"]
     assert limit(whole, 7).labels == (0, 0, 0, 2, 1, 1, 2)
+    assert limit(whole, 4) == limit(whole, 4)
     assert limit(whole, 100) == whole
     assert limit(whole, 4).names == whole.names
     with pytest.raises(SelfTPTError, match="not 0"):
         limit(whole, 0)
+
+
+def test_a_limit_below_the_number_of_classes_is_of_all_kinds() -> None:
+    """Not the first of the list, which in ImageNet are all animals."""
+    whole = Source(tuple(map(str, range(1000))), tuple(Path(str(i)) for i in range(1000)), tuple(range(1000)))
+    labels = limit(whole, 100).labels
+    assert labels == tuple(sorted(labels))
+    assert all(any(low <= label < low + 250 for label in labels) for low in range(0, 1000, 250))
 
 
 def test_fractions_of_each_class() -> None:

@@ -75,15 +75,15 @@ RECORD = {
 def test_records_are_added_and_read(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs")
     assert runs.records == []
-    assert runs.usual_seconds("domain", "clip", "dtd") is None
+    assert runs.usual_seconds({"protocol": "domain", "dataset": "dtd"}) is None
     runs.add(RECORD)
-    assert runs.usual_seconds("domain", "clip", "dtd") == 3
+    assert runs.usual_seconds({"protocol": "domain", "dataset": "dtd"}) == 3
     runs.add({**RECORD, "key": "b", "seconds": {"adapt": 4}})
     again = Runs(tmp_path / "runs")
     assert again.records == runs.records
     assert again.done() == {"a", "b"}
-    assert again.usual_seconds("domain", "clip", "dtd") == 4
-    assert again.usual_seconds("domain", "clip", "eurosat") is None
+    assert again.usual_seconds({"protocol": "domain", "dataset": "dtd"}) == 4
+    assert again.usual_seconds({"dataset": "eurosat"}) is None
 
 
 def test_the_place_of_a_record_cut_short_is_taken(tmp_path: Path) -> None:
@@ -97,3 +97,11 @@ def test_the_place_of_a_record_cut_short_is_taken(tmp_path: Path) -> None:
     assert again.done() == {"a"}
     again.add({**RECORD, "key": "c"})
     assert [json.loads(line)["key"] for line in runs.file.read_text().splitlines()] == ["a", "c"]
+
+
+def test_two_writers(tmp_path: Path) -> None:
+    """Neither loses what the other adds."""
+    first, second = Runs(tmp_path), Runs(tmp_path)
+    for number, runs in enumerate([first, first, second, first]):
+        runs.add({**RECORD, "key": str(number)})
+    assert [record["key"] for record in Runs(tmp_path).records] == ["0", "1", "2", "3"]

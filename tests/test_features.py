@@ -294,7 +294,7 @@ def test_shelves(paths: list[Path], cache: Path) -> None:
     packs(cache)[0].write_text("damaged")
     found = {shelf.look: shelf for shelf in shelves()}
     assert {look: shelf.pictures for look, shelf in found.items()} == {"3 random crops": 3, "the picture": 2}
-    assert {shelf.model for shelf in found.values()} == {str(model().id)}
+    assert {shelf.model for shelf in found.values()} == {f"{model().id} fp32"}
     assert sum(shelf.bytes for shelf in found.values()) == sum(path.stat().st_size for path in packs(cache))
     found["3 random crops"].remove()
     assert [shelf.look for shelf in shelves()] == ["the picture"]

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +19,18 @@ import torch
 import selftpt.features
 from selftpt.adaptation import adapt, zero_shot
 from selftpt.datasets import read_dataset
-from selftpt.errors import SelfTPTError
-from selftpt.evaluation.protocols import PROTOCOLS, Bench, change, has
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.evaluation.protocols import PROTOCOLS, Bench, change, kind_of
+from selftpt.evaluation.protocols import Run as Trial
 from selftpt.evaluation.runs import Record, Runs
 from selftpt.images import PictureError, Source, open_picture
 from selftpt.learning import RunFiles, learn
 from selftpt.methods import METHODS
-from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig
+from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig, PredictConfig
 from tests.commands import Run, refused
 from tests.folders import make_model, make_photos
 from tests.small import model
-from tests.trees import WNIDS, make_tree
+from tests.trees import WNIDS, make_tree, rows_of
 
 EPOCHS = {"learn.epochs": 2}
 ALL = ["clip", "coop", "self-tpt", "self-tpt-v"]
@@ -39,8 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bench(protocol: str, data: Path, out: Path, **more: Any) -> Bench:
-    changes = {**EPOCHS, "predict.views": 4} if more.pop("views", False) else EPOCHS
-    return Bench(model(), protocol, data, Runs(out), **{"changes": changes, **more})
+    return Bench(model(), protocol, data, Runs(out), **{"changes": {**EPOCHS, "views": 4}, **more})
 
 
 def do(bench: Bench, methods: list[str], datasets: list[str], seeds: list[int]) -> list[Record]:
@@ -94,22 +99,27 @@ def test_base_to_new_is_what_it_says(data: Path, tmp_path: Path) -> None:
 
 def test_views_are_merged(data: Path, tmp_path: Path) -> None:
     """Self-TPT-v by hand: the mean of the probabilities over the views that `predict` would look at."""
-    runner = bench("cross-dataset", data, tmp_path, views=True)
+    runner = bench("cross-dataset", data, tmp_path)
     (record,) = do(runner, ["self-tpt-v"], ["eurosat"], [1])
-    assert record["settings"]["predict"]["views"] == 4
+    assert record["settings"]["views"] == 4
+    assert record["changes"] == {"learn.epochs": 2, "views": 4}
     dataset, eyes = read_dataset("eurosat", data), model()
     source = read_dataset("imagenet", data).train
     assert source is not None
     classifier = adapt(eyes, learn(eyes, source, LearnConfig(epochs=2)), dataset.test.names)
-    config = dataclasses.replace(METHODS["self-tpt-v"].settings.predict, views=4, top=1)
-    predictions = list(classifier.predict(dataset.test.paths, config=config))
+    predictions = list(classifier.predict(dataset.test.paths, config=PredictConfig(views=4, top=1)))
     right = [p.labels[0] == label for p, label in zip(predictions, dataset.test.labels, strict=True)]
     assert record["results"]["test"]["top1"] == pytest.approx(100 * sum(right) / len(right))
+    surest = [p.probabilities[0] for p in predictions]
+    found = abs(sum(surest) / len(surest) - sum(right) / len(right))  # in one bin it would be the calibration error
+    assert record["results"]["test"]["ece"] >= 100 * found - 1e-3
+    alone = list(classifier.predict(dataset.test.paths, top=1))
+    assert max(abs(a.probabilities[0] - p) for a, p in zip(alone, surest, strict=True)) > 1e-3, "views are all alike"
 
 
 def test_a_source_is_learned_once(data: Path, tmp_path: Path) -> None:
     """Whatever the number of datasets it is tested on; and Self-TPT-v has the prompt of Self-TPT."""
-    records = do(bench("cross-dataset", data, tmp_path, views=True), ALL, ["caltech101", "eurosat"], [1, 2])
+    records = do(bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2])
     assert len(records) == 2 * (1 + 3 * 2)
     assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 2 * 2
     assert {record["source"]["dataset"] for record in records if record["source"]} == {"imagenet"}
@@ -118,7 +128,7 @@ def test_a_source_is_learned_once(data: Path, tmp_path: Path) -> None:
 
 def test_a_picture_passes_the_tower_once(data: Path, tmp_path: Path) -> None:
     """Over all methods and seeds: test pictures once, crops once an epoch, views once."""
-    records = do(bench("cross-dataset", data, tmp_path, views=True), ALL, ["caltech101", "eurosat"], [1, 2, 3])
+    records = do(bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2, 3])
     tests = sum(len(read_dataset(name, data).test.paths) for name in ("caltech101", "eurosat"))
     train = read_dataset("imagenet", data).train
     assert train is not None
@@ -130,6 +140,12 @@ def test_domain(data: Path, tmp_path: Path) -> None:
     records = do(bench("domain", data, tmp_path), ["clip", "coop"], names, [1])
     assert [record["dataset"] for record in records] == names * 2
     assert [record["results"]["test"]["classes"] for record in records[:5]] == [12, 12, 12, 3, 3]
+    for name, record in zip(names, records[:5], strict=True):
+        test = read_dataset(name, data).test
+        weights = zero_shot(model(), test.names).weights
+        assert record["results"]["test"]["top1"] == pytest.approx(slowly(test, weights))
+    labels = {path.parent.name: i for path, i in zip(test.paths, test.labels, strict=True)}  # of ImageNet-R
+    assert [WNIDS[wnid] for wnid in sorted(labels, key=lambda wnid: labels[wnid])] == list(test.names)
 
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
@@ -152,7 +168,7 @@ def test_how_much_of_the_data(data: Path, tmp_path: Path) -> None:
     assert record["data"]["limit"] == 5
 
 
-RESUMED = ("seconds", "peak_memory_mb", "encoded")
+RESUMED = ("seconds", "peak_memory_mb", "encoded", "date")
 
 
 def plain(records: list[Record]) -> list[Record]:
@@ -207,6 +223,22 @@ def test_a_killed_run_goes_on_to_the_same_records(
     assert plain(Runs(tmp_path / "killed").records) == plain(wanted)
 
 
+def test_a_killed_process_goes_on(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
+    """By the command, killed without warning after its first record, and resumed by the command."""
+    arguments = ["bench", "cross-dataset", "--data", data, "--model", weights, "--methods", "coop,self-tpt-v"]
+    arguments += ["--datasets", "eurosat,caltech101", "--seeds", "1,2", "--set", "views=4", "--set", "learn.epochs=3"]
+    command = [sys.executable, "-m", "selftpt", *map(str, arguments), "--out", str(tmp_path / "killed")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = tmp_path / "killed" / "records.jsonl"
+    while process.poll() is None and not (records.exists() and records.read_bytes().count(b"\n")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
+    assert run(*arguments, "--out", tmp_path / "killed", "--resume").code == 0
+    assert run(*arguments, "--out", tmp_path / "undisturbed").code == 0
+    assert plain(Runs(tmp_path / "killed").records) == plain(Runs(tmp_path / "undisturbed").records)
+
+
 def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", "eurosat")
     (root / "2750" / "Forest" / "Forest_8.jpg").write_text("no picture")  # a test picture
@@ -219,7 +251,8 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     assert record["source"]["unreadable"] == 1
     assert sorted(str(error).partition(":")[0][-16:] for error in told) == ["AnnualCrop_1.jpg", "est/Forest_8.jpg"]
     again = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
-    assert plain(do(again, ["coop"], ["eurosat"], [1])) == plain([record])
+    with pytest.warns(SelfTPTWarning, match="1 pictures could not be read when"):
+        assert plain(do(again, ["coop"], ["eurosat"], [1])) == plain([record])
 
 
 def test_no_picture_can_be_read(tmp_path: Path) -> None:
@@ -232,17 +265,75 @@ def test_no_picture_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_dataset_for_tests_alone_teaches_nothing(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(SelfTPTError, match="ImageNet-A"):
-        do(bench("base-to-new", data, tmp_path), ["coop"], ["imagenet_a"], [1])
+    with pytest.raises(SelfTPTError, match="ImageNetV2 has no training pictures"):
+        do(bench("base-to-new", data, tmp_path), ["coop"], ["imagenetv2"], [1])
 
 
 def test_settings_by_name() -> None:
     settings = METHODS["self-tpt"].settings
-    assert has(settings, ["adapt", "lr"])
-    assert not has(settings, ["adapt", "rate"])
-    assert change(settings, ["adapt", "lr"], 0.5).adapt.lr == 0.5
-    assert change(settings, ["learn", "contrast", "views"], ["end", "hand"]).learn.contrast.views == ("end", "hand")
-    assert change(METHODS["clip"].settings, ["adapt", "lr"], 0.5) == METHODS["clip"].settings
+    assert kind_of(settings, ["adapt", "lr"]) is float
+    for path in (["adapt", "rate"], ["adapt"], ["adapt", "lr", "more"], ["learn", "contrasts"]):
+        assert kind_of(settings, path) is None
+    assert change(settings, ["adapt", "lr"], 1) == change(settings, ["adapt", "lr"], 1.0)
+    for views in (["end", "hand"], "end,hand"):
+        assert change(settings, ["learn", "contrast", "views"], views).learn.contrast.views == ("end", "hand")
+    assert change(settings, ["learn", "classes_per_step"], None).learn.classes_per_step is None
+
+
+def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
+    """Two of five pictures a class, drawn before the classes are halved; written out by the published rule."""
+    config = BenchConfig(shots=2)
+    records = do(bench("base-to-new", data, tmp_path, config=config), ["coop"], ["eurosat"], [1, 2])
+    rows = rows_of("eurosat")["train"]
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed)
+        by_class = {label: [path for path, at, _ in rows if at == label] for label in range(4)}
+        drawn.append([path for label in range(4) for path in random.sample(by_class[label], 2)][:4])
+    assert drawn[0] != drawn[1]
+    runner = bench("base-to-new", data, tmp_path, config=config)
+    for record, seed, wanted in zip(records, (1, 2), drawn, strict=True):
+        assert record["source"]["pictures"] == 4
+        source, _ = runner._source(Trial("coop", "eurosat", seed)) or (None, None)
+        assert source is not None
+        assert [str(path.relative_to(data / "eurosat" / "2750")) for path in source.paths] == wanted
+
+
+def test_what_makes_a_run_another(data: Path, tmp_path: Path) -> None:
+    """Another list of pictures, other names, another seed or setting: what was recorded is not taken for it."""
+    tree = make_tree(tmp_path / "data", "eurosat")
+    make_tree(tmp_path / "data", "imagenet")
+
+    def key(method: str = "coop", seed: int | None = 1, **more: Any) -> str:
+        return bench("base-to-new", tmp_path / "data", tmp_path / "runs", **more).key(Trial(method, "eurosat", seed))
+
+    keys = [key(), key(seed=2), key("self-tpt"), key(changes={}), key(config=BenchConfig(limit=3))]
+    keys.append(key(config=BenchConfig(share=0.5)))
+    assert key() == keys[0]
+    assert key("clip", None) == key("clip", None, config=BenchConfig(shots=4))  # which learns from nothing
+    rows = rows_of("eurosat")
+    chosen = [row for row in rows["train"] if not row[0].endswith("_1.jpg")]
+    (tree / "fewshot_16_seed1.json").write_text(json.dumps({"train": chosen}))
+    keys.append(key())
+    renamed = {part: [(path, label, f"a {name}") for path, label, name in of] for part, of in rows.items()}
+    (tree / "fewshot_16_seed1.json").unlink()
+    (tree / "split_zhou_EuroSAT.json").write_text(json.dumps(renamed))
+    keys.append(key())
+    assert len({*keys}) == len(keys)
+
+
+def test_another_source(data: Path, tmp_path: Path) -> None:
+    runner = bench("cross-dataset", data, tmp_path, source="caltech101")
+    (record,) = do(runner, ["coop"], ["eurosat"], [1])
+    assert record["source"]["dataset"] == "caltech101"
+    with pytest.raises(SelfTPTError, match="leave --source out"):
+        bench("base-to-new", data, tmp_path, source="caltech101")
+
+
+def test_too_few_classes(data: Path, tmp_path: Path) -> None:
+    folder = make_photos(tmp_path / "three")
+    with pytest.raises(SelfTPTError, match="three has 3 classes"):
+        bench("base-to-new", None, tmp_path / "runs").plan(["clip"], [str(folder)], [1])
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -251,7 +342,7 @@ def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
     before = {key: value.clone() for key, value in model().text.clip.state_dict().items()}
     kept = []
     for out in ("first", "second"):
-        runner = bench("base-to-new", data, tmp_path / out, views=True)
+        runner = bench("base-to-new", data, tmp_path / out)
         kept += do(runner, [name], ["eurosat"], [1])
     assert plain(kept[:1]) == plain(kept[1:])
     assert json.loads((tmp_path / "first" / "records.jsonl").read_text()) == kept[0]
@@ -290,6 +381,25 @@ def test_all_that_is_found(run: Run, data: Path, weights: Path, tmp_path: Path) 
     assert sum(line.startswith("note: without ") for line in answer.err.splitlines()) == 8
 
 
+def test_a_run_that_fails_does_not_end_the_others(run: Run, weights: Path, tmp_path: Path) -> None:
+    make_tree(tmp_path / "data", "caltech101")
+    for path in make_tree(tmp_path / "data", "eurosat").rglob("*.jpg"):
+        path.write_text("no picture")
+    command = ["bench", "cross-dataset", "--data", tmp_path / "data", "--model", weights, "--methods", "clip"]
+    answer = run(*command, "--datasets", "eurosat,caltech101", "--out", tmp_path / "runs")
+    assert answer.code == 2
+    assert "clip on eurosat failed" in answer.err
+    assert "1 of 2 runs failed" in answer.err
+    assert [record["dataset"] for record in Runs(tmp_path / "runs").records] == ["caltech101"]
+
+
+def test_methods_are_listed(run: Run) -> None:
+    assert [line.split()[0] for line in run("methods").out.splitlines()] == list(METHODS)
+    rows = {row["name"]: row for row in json.loads(run("methods", "--json").out)}
+    assert rows["self-tpt-v"]["views"] == 64
+    assert not rows["clip"]["learns"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -300,7 +410,10 @@ def test_all_that_is_found(run: Run, data: Path, weights: Path, tmp_path: Path) 
         (["--datasets", "dtd"], ["dtd"]),
         (["--set", "learn.lr"], ["learn.lr=0.02"]),
         (["--set", "learn.speed=2"], ["learn.speed"]),
-        (["--set", "learn.lr=fast"], ["learn.lr", "fast"]),
+        (["--set", "learn.lr=fast"], ["lr", "fast"]),
+        (["--set", "learn.epochs=2.5"], ["epochs", "2.5"]),
+        (["--set", "learn=5"], ["'learn'"]),
+        (["--source", "imagenet"], ["--source"]),
         (["--set", "learn.lr=-1"], ["lr must be above 0"]),
         (["--set", "learn.seed=3"], ["--seeds"]),
         (["--share", "2"], ["share"]),

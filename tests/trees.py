@@ -1,8 +1,9 @@
-"""Tiny trees of the layout that the paper's 15 datasets have: few classes, pictures of 8 x 8."""
+"""Tiny trees of the layout that the paper's 15 datasets have: few classes, small pictures of noise."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -152,4 +153,6 @@ def _write(file: Path, lines: Iterable[str]) -> None:
 
 def _picture(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (8, 8), (len(path.name) * 7 % 256, sum(path.name.encode()) % 256, 99)).save(path, "JPEG")
+    rng = random.Random("/".join(path.parts[-2:]))
+    size = rng.randrange(24, 48), rng.randrange(24, 48)
+    Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])).save(path, "JPEG")

@@ -6,6 +6,7 @@ are of. A pack is mapped into memory, so that what is not asked for is not read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ from selftpt.models import Model
 from selftpt.progress import Bar
 from selftpt.version import __version__
 
+Stamp = tuple[str | int, ...]
 GROUP = 32  # pictures that are cut and encoded together, fewer if there are many crops of each
 PACK_SECONDS = 5.0  # of work in one pack: what a killed run loses at most
 
@@ -44,7 +46,9 @@ class Look:
         return self.crops or 1
 
     def __str__(self) -> str:
-        return f"{self.crops} random crops" if self.crops else "the picture"
+        if not self.crops:
+            return "the picture"
+        return f"{self.crops} random crops" + ("" if self.seed is None else f", seed {self.seed}")
 
     def cut(self, preprocess: Preprocess, path: Path) -> Tensor | PictureError:
         """The views of a picture, uint8 [views, 3, S, S], or why there are none."""
@@ -64,28 +68,23 @@ class FeatureStore:
     ) -> None:
         self.model, self.look, self.on_error, self.batch = model, look, on_error, batch
         self.folder = _folder() / digest(__version__, model.id.digest, model.precision, *astuple(look))
-        self.kept: dict[tuple[object, ...], Tensor] = {}
+        self.kept: dict[Stamp, Tensor] = {}
         for pack in sorted(self.folder.glob("*.safetensors")):
-            try:
-                header, tensors = read_tensors(pack, "features")
-                features = tensors["features"]
-                self.kept.update(zip(map(tuple, header["pictures"]), features, strict=True))
-            except (SelfTPTError, KeyError, ValueError):  # a damaged pack is as good as none
-                continue
+            with contextlib.suppress(SelfTPTError, KeyError, ValueError):  # a damaged pack is as good as none
+                self._map(pack)
 
     def __call__(self, paths: Sequence[Path]) -> Tensor:
         """The unit features of pictures: [N, views, D], NaN for one that cannot be used, which `on_error` is told."""
-        stamps = [(str(path.absolute()), *_stamp(path)) for path in paths]
+        stamps = [stamp(path) for path in paths]
         size = max(1, min(GROUP, 320 // self.look.views))
-        groups = [range(i, min(i + size, len(paths))) for i in range(0, len(paths), size)]
-        missing = [[i for i in group if stamps[i] not in self.kept] for group in groups]
-        flat = [i for group in missing for i in group]
-        cuts = in_threads(lambda i: self.look.cut(self.model.preprocess, paths[i]), flat, ahead=size)
-        fresh: dict[tuple[object, ...], Tensor] = {}
+        missing = [i for i, one in enumerate(stamps) if one not in self.kept]
+        cuts = in_threads(lambda i: self.look.cut(self.model.preprocess, paths[i]), missing, ahead=size)
+        fresh: dict[Stamp, Tensor] = {}
         errors: dict[int, PictureError] = {}
         begin = time.monotonic()
-        with Bar("image features", len(flat) * self.look.views) as bar:
-            for group in filter(None, missing):
+        with Bar("image features", len(missing) * self.look.views) as bar:
+            for start in range(0, len(missing), size):
+                group = missing[start : start + size]
                 shown = {i: next(cuts) for i in group}
                 errors |= {i: cut for i, cut in shown.items() if isinstance(cut, PictureError)}
                 good = {i: cut for i, cut in shown.items() if isinstance(cut, Tensor)}
@@ -98,33 +97,50 @@ class FeatureStore:
         for i in sorted(errors):
             self.on_error(errors[i])
         nothing = torch.full((self.look.views, self.model.dimension), float("nan"))
-        rows = [self.kept.get(stamp, nothing) for stamp in stamps]
+        rows = [self.kept.get(one, nothing) for one in stamps]
         return torch.stack(rows) if rows else nothing[None][:0]
 
     def _encode(self, views: Sequence[Tensor]) -> Tensor:
-        """Features [n, views, D] of the views of each picture."""
+        """Features [n, views, D] of the views of each picture.
+
+        The tower always takes as many at once, so that its bits do not depend on which pictures were there before.
+        """
         if not views:
             return torch.empty(0, self.look.views, self.model.dimension)
-        encoded = torch.cat([self.model.encode_images(some) for some in torch.cat(list(views)).split(self.batch)])
+        pixels = torch.cat(list(views))
+        batch = min(self.batch, GROUP * self.look.views)
+        encoded = torch.cat([self._encode_batch(some, batch) for some in pixels.split(batch)])
         if not encoded.isfinite().all():
             raise SelfTPTError(f"the image tower's features are no numbers in {self.model.precision}: take fp32")
         return encoded.cpu().view(len(views), self.look.views, -1)
 
-    def _keep(self, fresh: dict[tuple[object, ...], Tensor]) -> None:
+    def _encode_batch(self, pixels: Tensor, batch: int) -> Tensor:
+        """Features [n, D] of n views, with blank ones for company up to a batch."""
+        blank = pixels.new_zeros(batch - len(pixels), *pixels.shape[1:])
+        self.model.encoded += len(pixels)
+        return self.model.encode_images(torch.cat([pixels, blank]))[: len(pixels)]
+
+    def _keep(self, fresh: dict[Stamp, Tensor]) -> None:
         if fresh:
-            header = {"model": str(self.model.id), "look": str(self.look), "pictures": list(fresh)}
+            model = f"{self.model.id} {self.model.precision}"
+            header = {"model": model, "look": str(self.look), "pictures": list(fresh)}
             pack = self.folder / f"{digest(header['pictures'])}.safetensors"
             write_tensors(pack, "features", {"features": torch.stack(list(fresh.values()))}, header)
-            self.kept |= fresh
+            self._map(pack)
+
+    def _map(self, pack: Path) -> None:
+        """Take up the features of a pack as they are on the disk: they are read when they are used."""
+        header, tensors = read_tensors(pack, "features")
+        self.kept.update(zip(map(tuple, header["pictures"]), tensors["features"], strict=True))
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
-    """What is no longer the same when a picture has changed."""
+def stamp(path: Path) -> tuple[str | int, ...]:
+    """What tells a picture, and is no longer the same when it has changed."""
     try:
         stat = path.stat()
     except OSError:
-        return ()
-    return stat.st_size, stat.st_mtime_ns
+        return (str(path.absolute()),)
+    return str(path.absolute()), stat.st_size, stat.st_mtime_ns
 
 
 def _folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -55,10 +56,30 @@ def write_whole(path: Path, content: bytes) -> None:
 def write_after(path: Path, kept: int, content: bytes) -> None:
     """Write after the first `kept` bytes of a file; whatever stood there before goes."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             file.truncate(kept)
             file.seek(0, os.SEEK_END)
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SelfTPTError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file that other processes may add to as well; what a killed one left half-written goes."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            with contextlib.suppress(ImportError):  # Windows has no such lock
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.seek(whole)
+            file.write(line.encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

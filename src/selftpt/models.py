@@ -59,7 +59,7 @@ class ModelId:
 class Model:
     """A frozen model: `text` and `image` are its towers, `dimension` that of their features, `scale` 1 / τ of Eq. 1.
 
-    encoded: how many pictures and views have passed the image tower.
+    encoded: how many pictures and views have passed the image tower to be kept (`selftpt.features`).
     """
 
     def __init__(self, clip: Any, tokenizer: Any, id: ModelId, dimension: int, device: str, precision: str) -> None:
@@ -78,7 +78,6 @@ class Model:
         with torch.inference_mode():
             pixels = self.preprocess.normalize(pixels.to(self.device)).to(PRECISIONS[self.precision])
             features = F.normalize(self.image(pixels).float(), dim=-1)
-        self.encoded += len(features)
         return features.clone()  # outside, so that autograd may use it
 
 

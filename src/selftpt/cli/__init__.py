@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from selftpt.cli import adapt, bench, cache, classify, datasets, demo, inspect, learn, models, predict, table
+from selftpt.cli import adapt, bench, cache, classify, datasets, demo, inspect, learn, methods, models, predict, table
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.version import __version__
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Class names in, a better CLIP classifier out, at the price of zero-shot.",
     epilog="learn once (pictures with labels), adapt to any list of class names, predict: each has its own --help.",
 )
-for module in (demo, classify, learn, adapt, predict, models, datasets, bench, table, cache, inspect):
+for module in (demo, classify, learn, adapt, predict, models, datasets, methods, bench, table, cache, inspect):
     app.command(module.__name__.rpartition(".")[2])(module.command)
 
 

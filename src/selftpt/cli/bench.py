@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from selftpt.images import PictureError
 
 
+KEPT_APART = {"learn.seed": "--seeds", "learn.shots": "--shots"}
+
+
 class ProtocolName(StrEnum):
     cross_dataset = "cross-dataset"
     base_to_new = "base-to-new"
@@ -40,6 +43,9 @@ def command(
         str | None, typer.Option(help="names or folders of your own, with commas; by default all that are found")
     ] = None,
     seeds: Annotated[str, typer.Option(help="with commas between them")] = "1,2,3",
+    source: Annotated[
+        str | None, typer.Option(help="another dataset to learn from than ImageNet, in cross-dataset and domain")
+    ] = None,
     set: Annotated[list[str] | None, typer.Option(help="a setting of methods: learn.lr=0.02")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on in a folder that has records")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would run, and how long it took")] = False,
@@ -62,19 +68,27 @@ def command(
     def report(error: PictureError) -> None:
         print(f"note: left out {error}", file=sys.stderr)
 
-    bench = Bench(options.load(), protocol.value, data, runs, config, changes, report)
+    bench = Bench(options.load(), protocol.value, data, runs, config, changes, report, source)
     plan = bench.plan(wanted, chosen_datasets(bench, datasets), numbers)
     done = runs.done()
     left = [run for run in plan if bench.key(run) not in done]
     if dry_run:
         tell_plan(bench, plan, left, as_json)
         return
+    failed = 0
     for number, run in enumerate(left, 1):
-        record = bench.do(run)
+        try:
+            record = bench.do(run)
+        except SelfTPTError as error:
+            failed += 1
+            print(f"note: {run.method} on {run.dataset} failed: {error}", file=sys.stderr)
+            continue
         print(json.dumps(record) if as_json else f"{number}/{len(left)}  {told(record)}", flush=True)
     if not as_json:
         there = len(plan) - len(left)
-        print(f"{len(left)} runs added to {runs.file}, {there} were there; `selftpt table {out}` shows them")
+        print(f"{len(left) - failed} runs added to {runs.file}, {there} were there; `selftpt table {out}` shows them")
+    if failed:
+        raise SelfTPTError(f"{failed} of {len(left)} runs failed: mend what the notes say, and go on with --resume")
 
 
 def listed(text: str) -> list[str]:
@@ -106,7 +120,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
     """Refuse methods and settings that do not exist, and values that no setting takes."""
-    from selftpt.evaluation.protocols import change, has
+    from selftpt.evaluation.protocols import change, kind_of
     from selftpt.methods import METHODS
 
     if not methods:
@@ -115,16 +129,13 @@ def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
         if name not in METHODS:
             raise SelfTPTError(f"no method is called {name!r}: choose of {', '.join(METHODS)}")
     for key, value in changes.items():
-        if key in ("learn.seed", "learn.shots"):
-            raise SelfTPTError(f"{key} is set with --{key.partition('.')[2].removesuffix('s')}s, not with --set")
-        holders = [METHODS[name].settings for name in methods if has(METHODS[name].settings, key.split("."))]
+        if key in KEPT_APART:
+            raise SelfTPTError(f"{key} is not for --set: use {KEPT_APART[key]}")
+        holders = [METHODS[name].settings for name in methods if kind_of(METHODS[name].settings, key.split("."))]
         if not holders:
             raise SelfTPTError(f"none of {', '.join(methods)} has a setting {key!r}")
-        try:
-            for settings in holders:
-                change(settings, key.split("."), value)
-        except TypeError as error:
-            raise SelfTPTError(f"--set {key} cannot be {value!r}: {error}") from error
+        for settings in holders:
+            change(settings, key.split("."), value)
 
 
 def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
@@ -148,7 +159,10 @@ def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
 
 def tell_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> None:
     """What would run and how long it took the last time."""
-    times = [bench.runs.usual_seconds(bench.name, run.method, run.dataset) for run in left]
+    wanted = [
+        {key: bench.facts(run)[key] for key in ("protocol", "method", "dataset", "model", "settings")} for run in left
+    ]
+    times = [bench.runs.usual_seconds(facts) for facts in wanted]
     if as_json:
         for run, seconds in zip(left, times, strict=True):
             print(json.dumps({"method": run.method, "dataset": run.dataset, "seed": run.seed, "seconds": seconds}))

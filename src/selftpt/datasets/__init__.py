@@ -30,25 +30,28 @@ class Dataset:
     root: Path
     pictures: str = ""  # below `root`: where the paths of its lists begin
 
-    def few_shot(self, shots: int | None, seed: int) -> tuple[Source, str]:
-        """At most `shots` training pictures a class, or all, and where the choice comes from.
+    def few_shot(self, shots: int | None, seed: int) -> tuple[Source, str, bool]:
+        """At most `shots` training pictures a class, or all; where the choice comes from; if the published rule has it.
 
-        That is the file fewshot_{shots}_seed{seed}.json beside the split if there is one, or else the published rule.
+        It comes from the file fewshot_{shots}_seed{seed}.json beside the split if there is one.
         """
         if self.train is None:
             raise SelfTPTError(f"{self.title} has no training pictures in {self.root}: learn from another dataset")
         if shots is None:
-            return self.train, "all training pictures"
+            return self.train, "all training pictures", True
+        drawn = self.train.few(shots, seed)
         file = self.root / f"fewshot_{shots}_seed{seed}.json"
         with _readable():
             if not file.exists():
-                return self.train.few(shots, seed), f"drawn here: {shots} of each class, seed {seed}"
+                return drawn, f"drawn here: {shots} of each class, seed {seed}", True
             rows = splits.read_rows(file, "train")
             (chosen,) = splits.to_sources(file, self.root / self.pictures, rows)
             if chosen.names != self.train.names:
                 raise SelfTPTError(f"{file} has other classes than {self.title} has here: get it again, or remove it")
             splits.check_there(file, [chosen], "put them there, or remove the list")
-        return chosen, file.name
+        if others := {*chosen.paths} - {*self.train.paths}:
+            raise SelfTPTError(f"{file} has {min(others)}, which {self.split} does not train with: remove the list")
+        return chosen, file.name, chosen == drawn
 
 
 def read_dataset(name: str, data: Path | None) -> Dataset:
@@ -133,7 +136,10 @@ def _read_own(root: Path) -> Dataset:
         train, test = splits.cut(whole)
     names = splits.plain_names(root, test.names)
     train, test = replace(train, names=names), replace(test, names=names)
+    if both := {*train.paths} & {*test.paths}:
+        raise SelfTPTError(f"{root}: {min(both)} is both to train and to test: take it out of one list")
     name = root.resolve().name
+    name = f"./{name}" if name in DATASETS else name  # not to be taken for the paper's
     return Dataset(name, name, "a photo of a {}.", train, test, split, False, root)
 
 

@@ -37,10 +37,15 @@ def fraction(source: Source, share: float, seed: int) -> Source:
 
 
 def limit(source: Source, count: int) -> Source:
-    """`count` pictures, a fixed choice: the first of each class, the second of each, and so on."""
+    """`count` pictures, a fixed choice: the first of each class, the second of each, and so on.
+
+    Classes take turns in an order that is drawn once, so that a part of a turn is of all kinds.
+    """
     if count < 1:
         raise SelfTPTError(f"at least one picture is needed, not {count}")
-    turns = [(turn, label, place) for label, places in by_label(source).items() for turn, place in enumerate(places)]
+    order = random.Random(0).sample(range(len(source.names)), len(source.names))
+    grouped = by_label(source)
+    turns = [(turn, order[label], place) for label in grouped for turn, place in enumerate(grouped[label])]
     return _pictures(source, (place for _, _, place in sorted(turns)[:count]))
 
 

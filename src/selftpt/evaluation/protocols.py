@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
-import open_clip
 import torch
 
 from selftpt.datasets import DATASETS, Dataset, read_dataset
@@ -27,6 +29,7 @@ from selftpt.models import Model
 from selftpt.settings import BenchConfig, ContrastConfig
 from selftpt.version import __version__
 
+VERSIONS = ("selftpt", "torch", "torchvision", "open_clip_torch", "timm", "pillow")
 BLOCK = 4096  # views of test pictures in memory at once
 
 
@@ -55,7 +58,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement, not yet done."""
+    """One measurement, not yet done. The seed is None for a method that learns nothing."""
 
     method: str
     dataset: str
@@ -66,7 +69,8 @@ class Run:
 class Bench:
     """A protocol on the data of a folder, with one model; its records go to `runs`.
 
-    changes: settings other than the methods' own, such as "learn.lr": 0.02.
+    source: another dataset to learn from than the protocol's. changes: settings other than the methods' own, such as
+    "learn.lr": 0.02, which those have that know them.
     """
 
     model: Model
@@ -76,16 +80,18 @@ class Bench:
     config: BenchConfig = field(default_factory=BenchConfig)
     changes: Mapping[str, Any] = field(default_factory=dict)
     on_error: Callable[[PictureError], None] = warn_of
+    source: str | None = None
 
     def __post_init__(self) -> None:
+        self.protocol = PROTOCOLS[self.name]
+        if self.source is not None:
+            if self.protocol.source is None:
+                raise SelfTPTError(f"{self.name} learns from a half of each dataset: leave --source out")
+            self.protocol = dataclasses.replace(self.protocol, source=self.source)
         self._read: dict[str, Dataset] = {}
-        self._fitted: tuple[object, Fitted, Record] | None = None
+        self._fitted: tuple[object, Fitted, int] | None = None
         self._stores: dict[Look, FeatureStore] = {}
         self._unreadable: set[str] = set()
-
-    @property
-    def protocol(self) -> Protocol:
-        return PROTOCOLS[self.name]
 
     def dataset(self, name: str) -> Dataset:
         """A dataset, read once."""
@@ -94,59 +100,40 @@ class Bench:
         return self._read[name]
 
     def plan(self, methods: Sequence[str], datasets: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-        """What there is to do, in an order that learns from each source once."""
+        """What there is to do, in an order that learns from each source once; refused now if it cannot be done."""
+        for dataset in datasets:
+            count = len(self.dataset(dataset).test.names)
+            if self.protocol.source is None and count < 4:
+                raise SelfTPTError(f"{dataset} has {count} classes: base-to-new takes four, two in each half")
         runs = [
             Run(method, dataset, seed)
             for method in methods
             for dataset in datasets
             for seed in (seeds if METHODS[method].learns else [None])
         ]
+        for run in runs:
+            self._source(run)
         place = {dataset: i if self.protocol.source is None else 0 for i, dataset in enumerate(datasets)}
         return sorted(runs, key=lambda run: (place[run.dataset], methods.index(run.method), run.seed or 0))
 
     def settings(self, run: Run) -> Any:
-        """The settings of a run's method with the changes, the protocol's epochs and the run's seed."""
+        """The settings of a run's method with the protocol's epochs, the run's seed and the changes."""
         settings = METHODS[run.method].settings
         if run.seed is not None:
             learn = dataclasses.replace(settings.learn, epochs=self.protocol.epochs, seed=run.seed, shots=None)
             settings = dataclasses.replace(settings, learn=learn)
-        for key, value in self.changes.items():
+        for key, value in self._changes(run).items():
             settings = change(settings, key.split("."), value)
         return settings
 
-    def key(self, run: Run) -> str:
-        """What tells a run from all others: what is done, with what, on which pictures."""
-        data = self.dataset(run.dataset)
-        taught = None if run.seed is None else self.dataset(self.protocol.source or run.dataset).split
-        facts = self.name, run.method, run.dataset, run.seed, dataclasses.asdict(self.settings(run))
-        test = data.split, len(data.test.paths)
-        return digest(
-            __version__,
-            self.model.id.digest,
-            self.model.precision,
-            facts,
-            taught,
-            test,
-            dataclasses.asdict(self.config),
-        )
+    def _changes(self, run: Run) -> dict[str, Any]:
+        settings = METHODS[run.method].settings
+        return {key: value for key, value in self.changes.items() if kind_of(settings, key.split(".")) is not None}
 
-    def do(self, run: Run) -> Record:
-        """Learn, adapt, predict, measure: the record, which is added to the runs."""
-        settings, data = self.settings(run), self.dataset(run.dataset)
-        forget_peak(self.model.device)
-        encoded, clock = self.model.encoded, Clock()
-        fitted, source = self._fit(run, settings, clock)
-        self._unreadable = set()
-        template = data.template if self.protocol.own_sentence else ContrastConfig.template
-        results: dict[str, Any] = {}
-        for part, test in self._parts(data):
-            with clock("adapt"):
-                predictor = fitted(test.names, template)
-            stores = [self._store(look) for look in METHODS[run.method].looks(settings)]
-            results[part] = self._examine(predictor, stores, test, clock)
-        if "new" in results:
-            results["harmonic"] = harmonic(results["base"]["top1"], results["new"]["top1"])
-        record = {
+    def facts(self, run: Run) -> Record:
+        """What a record says of a run before it is done, beside its key."""
+        data, source = self.dataset(run.dataset), self._source(run)
+        return {
             "protocol": self.name,
             "method": run.method,
             "dataset": data.name,
@@ -155,59 +142,88 @@ class Bench:
             "precision": self.model.precision,
             "device": str(self.model.device),
             "meaningless": self.model.id.meaningless,
-            "data": {
-                "split": data.split,
-                "published": data.published,
-                "limit": self.config.limit,
-                "unreadable": len(self._unreadable),
-            },
-            "source": source,
-            "settings": dataclasses.asdict(settings),
-            "results": results,
-            "seconds": clock.seconds,
-            "peak_memory_mb": peak_megabytes(self.model.device),
-            "encoded": self.model.encoded - encoded,
-            "versions": {
-                "selftpt": __version__,
-                "torch": torch.__version__,
-                "open_clip": open_clip.__version__,
-                "python": platform.python_version(),
-            },
-            "key": self.key(run),
+            "template": data.template if self.protocol.own_sentence else ContrastConfig.template,
+            "source": source and source[1],
+            "settings": dataclasses.asdict(self.settings(run)),
+            "changes": self._changes(run),
         }
-        return self.runs.add(record)
 
-    def _fit(self, run: Run, settings: Any, clock: Clock) -> tuple[Fitted, Record | None]:
-        """The fitted method and what it was fitted on; kept for the next run, which may be on another dataset."""
-        job = Job(self.model, None, self.runs.folder / "learned", self._report)
-        if run.seed is None:
-            return METHODS[run.method].fit(job, settings), None
-        teacher = self.protocol.source or run.dataset
-        key = run.method, run.seed, teacher
+    def key(self, run: Run) -> str:
+        """What tells a run from all others: what is done, with what, on which pictures."""
+        facts, source = self.facts(run), self._source(run)
+        learned_from = source and self._listed(run.dataset, source[0])
+        tests = [(part, self._listed(run.dataset, test)) for part, test in self._parts(run)]
+        return digest(__version__, facts, learned_from, tests)
+
+    def _listed(self, dataset: str, source: Source) -> object:
+        root = str(self.dataset(dataset).root)
+        return source.names, [os.path.relpath(path, root) for path in source.paths], source.labels
+
+    def do(self, run: Run) -> Record:
+        """Learn, adapt, predict, measure: the record, which is added to the runs."""
+        facts, settings, data = self.facts(run), self.settings(run), self.dataset(run.dataset)
+        forget_peak(self.model.device)
+        encoded, clock = self.model.encoded, Clock()
+        fitted, unreadable = self._fit(run, settings, clock)
+        self._unreadable = set()
+        results: dict[str, Any] = {}
+        for part, test in self._parts(run):
+            with clock("adapt"):
+                predictor = fitted(test.names, facts["template"])
+            stores = [self._store(look) for look in METHODS[run.method].looks(settings)]
+            results[part] = self._examine(predictor, stores, test, clock)
+        if "new" in results:
+            results["harmonic"] = harmonic(results["base"]["top1"], results["new"]["top1"])
+        return self.runs.add(
+            {
+                **facts,
+                "source": facts["source"] and {**facts["source"], "unreadable": unreadable},
+                "data": {
+                    "split": data.split,
+                    "published": data.published,
+                    "limit": self.config.limit,
+                    "unreadable": len(self._unreadable),
+                },
+                "results": results,
+                "seconds": clock.seconds,
+                "peak_memory_mb": peak_megabytes(self.model.device),
+                "encoded": self.model.encoded - encoded,
+                "versions": {name: version(name) for name in VERSIONS} | {"python": platform.python_version()},
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "key": self.key(run),
+            }
+        )
+
+    def _fit(self, run: Run, settings: Any, clock: Clock) -> tuple[Fitted, int]:
+        """The fitted method and how many pictures it could not use; kept for the next run, on another dataset."""
+        source = self._source(run)
+        job = Job(self.model, source and source[0], self.runs.folder / "learned", self._report)
+        if source is None:
+            return METHODS[run.method].fit(job, settings), 0
+        key = run.method, run.seed, self.protocol.source or run.dataset
         if self._fitted is None or self._fitted[0] != key:
-            source, facts = self._source(teacher, run.seed)
-            job.source = source
             with clock("learn"):
                 fitted = METHODS[run.method].fit(job, settings)
-            self._fitted = key, fitted, {**facts, "unreadable": job.unreadable}
+            self._fitted = key, fitted, job.unreadable
         return self._fitted[1:]
 
-    def _source(self, name: str, seed: int) -> tuple[Source, Record]:
-        """The pictures to learn from, and what the record says of them."""
-        data = self.dataset(name)
-        config = self.config
-        source, origin = data.few_shot(config.shots, seed)
+    def _source(self, run: Run) -> tuple[Source, Record] | None:
+        """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
+        if run.seed is None:
+            return None
+        config, data = self.config, self.dataset(self.protocol.source or run.dataset)
+        source, origin, published = data.few_shot(config.shots, run.seed)
         if self.protocol.source is None:
             source = half(source, new=False)
         if config.share < 1:
-            source = fraction(source, config.share, seed)
+            source = fraction(source, config.share, run.seed)
         if config.source_classes is not None and config.source_classes < len(source.names):
-            source = some_classes(source, config.source_classes, seed)
+            source = some_classes(source, config.source_classes, run.seed)
         facts = {
-            "dataset": name,
+            "dataset": data.name,
             "split": data.split,
             "list": origin,
-            "published": data.published,
+            "published": data.published and published,
             "shots": config.shots,
             "share": config.share,
             "classes": len(source.names),
@@ -215,13 +231,14 @@ class Bench:
         }
         return source, facts
 
-    def _parts(self, data: Dataset) -> Iterator[tuple[str, Source]]:
+    def _parts(self, run: Run) -> Iterator[tuple[str, Source]]:
         """The test pictures by the part of the results they are for."""
-        tests = {"test": data.test}
+        test = self.dataset(run.dataset).test
+        tests = {"test": test}
         if self.protocol.source is None:
-            tests = {"base": half(data.test, new=False), "new": half(data.test, new=True)}
-        for part, test in tests.items():
-            yield part, test if self.config.limit is None else limit(test, self.config.limit)
+            tests = {"base": half(test, new=False), "new": half(test, new=True)}
+        for part, pictures in tests.items():
+            yield part, pictures if self.config.limit is None else limit(pictures, self.config.limit)
 
     def _store(self, look: Look) -> FeatureStore:
         if look not in self._stores:
@@ -268,17 +285,27 @@ class Clock:
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + time.monotonic() - self._begin
 
 
-def has(settings: Any, path: Sequence[str]) -> bool:
-    """Whether settings have the field at `path`."""
+def kind_of(settings: Any, path: Sequence[str]) -> Any:
+    """The type of the field at `path` of settings, or None if they have no such field."""
     name, *rest = path
-    return hasattr(settings, name) and (not rest or has(getattr(settings, name), rest))
+    if name not in {field.name for field in dataclasses.fields(settings)}:
+        return None
+    if dataclasses.is_dataclass(value := getattr(settings, name)):
+        return kind_of(value, rest) if rest else None
+    return None if rest else get_type_hints(type(settings))[name]
 
 
 def change(settings: Any, path: Sequence[str], value: Any) -> Any:
-    """Settings with the field at `path` changed; those that have no such field stay as they are."""
-    if not has(settings, path):
-        return settings
+    """Settings with the field at `path`, which they have, changed to a value of JSON; refused if it is of no use."""
     name, *rest = path
-    old = getattr(settings, name)
-    value = change(old, rest, value) if rest else tuple(value) if isinstance(old, tuple) else value
+    if rest:
+        return dataclasses.replace(settings, **{name: change(getattr(settings, name), rest, value)})
+    kind = get_type_hints(type(settings))[name]
+    if get_origin(kind) is tuple:
+        value = tuple(value.split(",") if isinstance(value, str) else value)
+    elif kind is float and isinstance(value, int):
+        value = float(value)
+    allowed = {tuple: tuple, Literal: str}.get(get_origin(kind), kind)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise SelfTPTError(f"the setting {name} is of type {getattr(kind, '__name__', kind)}, it cannot be {value!r}")
     return dataclasses.replace(settings, **{name: value})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.files import write_after
+from selftpt.files import append_line
 
 Record = dict[str, Any]
 PROTOCOLS = ("cross-dataset", "base-to-new", "domain")
@@ -21,7 +21,6 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / "records.jsonl"
         self.records: list[Record] = []
-        self._whole = 0  # bytes of lines that are records
         try:
             lines = self.file.read_bytes().splitlines(keepends=True) if folder.is_dir() and self.file.exists() else []
         except OSError as error:
@@ -32,7 +31,6 @@ class Runs:
                     raise ValueError("cut short")
                 if line.strip():
                     self.records.append(_checked(json.loads(line, parse_constant=_refuse)))
-                self._whole += len(line)
             except ValueError as error:
                 if line.endswith(b"\n"):
                     what = error.msg if isinstance(error, json.JSONDecodeError) else error
@@ -47,18 +45,15 @@ class Runs:
 
     def add(self, record: Mapping[str, Any]) -> Record:
         """Add a record: the line is there as a whole before this returns, or not at all. The record as it is read."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(record).encode() + b"\n"
-        write_after(self.file, self._whole, line)
-        self._whole += len(line)
+        line = json.dumps(record)
+        append_line(self.file, line)
         self.records.append(json.loads(line))
         return self.records[-1]
 
-    def usual_seconds(self, protocol: str, method: str, dataset: str) -> float | None:
-        """How long such a run took the last time."""
-        wanted = {"protocol": protocol, "method": method, "dataset": dataset}
+    def usual_seconds(self, facts: Mapping[str, Any]) -> float | None:
+        """How long a run took the last time whose record has these facts."""
         for record in reversed(self.records):
-            if wanted.items() <= record.items():
+            if facts.items() <= record.items():
                 return float(sum(record["seconds"].values()))
         return None
 

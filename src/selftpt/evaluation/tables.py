@@ -8,7 +8,7 @@ import io
 import json
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,11 +99,15 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and sample deviation over so many seeds; 0 seeds is a method that draws nothing, or the paper."""
+    """Mean and sample deviation over so many seeds; 0 seeds is a method that draws nothing, or the paper.
+
+    pictures: that were looked at, in all; only cells of as many are compared.
+    """
 
     mean: float
     deviation: float | None = None
     seeds: int = 0
+    pictures: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ def make_table(
     marks = {note: MARKS[i % len(MARKS)] * (i // len(MARKS) + 1) for i, note in enumerate(told)}
     notes = []
     if any(cell.deviation is not None for row in rows for cell in row.cells.values()):
-        notes.append("±: sample standard deviation over seeds")
+        notes.append("±: sample standard deviation over seeds; ours have the same crops of a picture in all seeds")
     if source in datasets:
         notes.append("ImageNet is the source, and not in the average")
     if absent := [method for method in methods if method not in {row.method for row in rows}]:
@@ -232,7 +236,10 @@ def _model(model: Mapping[str, Any]) -> str:
 def _facts(record: Record) -> dict[str, str]:
     """What tells runs of one method and model on one dataset apart: settings, and the amount of data."""
     source = {key: value for key, value in (record.get("source") or {}).items() if key in ("shots", "share", "classes")}
-    return _flat(record["settings"]) | _flat({"source": source, "limit": record["data"].get("limit") or "none"})
+    data = {"limit": record["data"].get("limit") or "none", "split": record["data"].get("split", "")}
+    version = record.get("versions", {}).get("selftpt", "")
+    how = {"precision": record.get("precision", ""), "selftpt": version}
+    return _flat(record["settings"]) | _flat({"source": source, **data, **how})
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -250,24 +257,35 @@ def _row(name: str, records: Sequence[Record], path: Sequence[str], averaged: Se
     """A row of ours; of two records of one dataset and seed the later counts."""
     latest = {(record["dataset"], record.get("seed")): record for record in records}
     values: dict[str, dict[int | None, float]] = {}
+    pictures: dict[str, int] = {}
     for (dataset, seed), record in latest.items():
         if (value := _value(record, path)) is not None:
             values.setdefault(dataset, {})[seed] = value
-    cells = {dataset: _cell(by_seed) for dataset, by_seed in values.items()}
+            pictures[dataset] = _looked_at(record)
+    cells = {dataset: _cell(by_seed, pictures[dataset]) for dataset, by_seed in values.items()}
     present = [dataset for dataset in averaged if dataset in values]
+    looked_at = sum(pictures[dataset] for dataset in present)
     if len({frozenset(values[dataset]) for dataset in present}) == 1:
-        seeds = values[present[0]]
-        cells[AVERAGE] = _cell({seed: statistics.fmean(values[dataset][seed] for dataset in present) for seed in seeds})
+        averages = {seed: _average([latest[dataset, seed] for dataset in present], path) for seed in values[present[0]]}
+        cells[AVERAGE] = _cell(averages, looked_at)
     elif present:
-        cells[AVERAGE] = Cell(statistics.fmean(cells[dataset].mean for dataset in present))
+        cells[AVERAGE] = Cell(statistics.fmean(cells[dataset].mean for dataset in present), pictures=looked_at)
     notes = (*_notes(list(latest.values())), *_fewer(cells, averaged))
     return Row(name, records[0]["method"], False, cells, notes)
 
 
-def _cell(by_seed: Mapping[int | None, float]) -> Cell:
+def _average(records: Sequence[Record], path: Sequence[str]) -> float:
+    """The mean over datasets; of harmonic means, that of the mean accuracies, as the field has it."""
+    if path == ("harmonic",):
+        base, new = (_average(records, (part, "top1")) for part in ("base", "new"))
+        return 2 * base * new / (base + new) if base + new else 0.0
+    return statistics.fmean(_value(record, path) or 0.0 for record in records)
+
+
+def _cell(by_seed: Mapping[int | None, float], pictures: int) -> Cell:
     values = by_seed.values()
     deviation = statistics.stdev(values) if len(values) > 1 else None
-    return Cell(statistics.fmean(values), deviation, sum(seed is not None for seed in by_seed))
+    return Cell(statistics.fmean(values), deviation, sum(seed is not None for seed in by_seed), pictures)
 
 
 def _fewer(cells: Collection[str], averaged: Sequence[str]) -> list[str]:
@@ -293,6 +311,9 @@ def _notes(records: Sequence[Record]) -> list[str]:
             notes.append(what if datasets == every else f"{what}: {', '.join(map(column_title, _ordered(datasets)))}")
     if counts := list(dict.fromkeys(filter(None, map(_count, records)))):
         notes.append(f"not the paper's number of pictures: {', '.join(counts)}")
+    changed = {f"{key} {json.dumps(value)}" for record in records for key, value in record.get("changes", {}).items()}
+    if changed:
+        notes.append(f"other settings than the method's own: {', '.join(sorted(changed))}")
     if mixed := _varied(("", _flat(record["settings"])) for record in records):
         notes.append(f"settings differ between datasets: {', '.join(mixed)}")
     return notes
@@ -313,13 +334,17 @@ def _papers_source(record: Record) -> bool:
 def _count(record: Record) -> str | None:
     """How many pictures were looked at, if that is not what the paper says; its test pictures are base and new ones."""
     data, dataset = record["data"], record["dataset"]
-    looked_at = sum(part.get("pictures", 0) for part in record["results"].values() if isinstance(part, dict))
+    looked_at = _looked_at(record)
     papers = _statistic("test").get(dataset)
     if not data.get("unreadable") and (looked_at == papers or (papers is None and data.get("limit") is None)):
         return None
     of = "" if papers is None else f" of {papers}"
     unreadable = f" ({data['unreadable']} unreadable)" if data.get("unreadable") else ""
     return f"{column_title(dataset)} {looked_at}{of}{unreadable}"
+
+
+def _looked_at(record: Record) -> int:
+    return sum(part.get("pictures", 0) for part in record["results"].values() if isinstance(part, dict))
 
 
 def _ordered(datasets: Collection[str]) -> list[str]:
@@ -374,23 +399,27 @@ def _cut(row: Row, datasets: Collection[str], averaged: Sequence[str]) -> Row:
 
 def _with_best(rows: Sequence[Row], averaged: Sequence[str], pick: Callable[[Iterable[float]], float]) -> list[Row]:
     """Rows with the best of ours marked in each column that two or more can be compared in."""
+    most: dict[str, int] = {}
+    for row in rows:
+        for column, cell in row.cells.items():
+            most[column] = max(most.get(column, 0), cell.pictures)
     means: dict[str, list[float]] = {}
     for row in rows:
         for column, cell in row.cells.items():
-            if _contends(row, column, averaged):
+            if _contends(row, column, averaged, most):
                 means.setdefault(column, []).append(round(cell.mean, 2))
     best = {column: pick(values) for column, values in means.items() if len(values) > 1}
 
     def won(row: Row) -> frozenset[str]:
-        contended = (column for column in row.cells if _contends(row, column, averaged))
+        contended = (column for column in row.cells if _contends(row, column, averaged, most))
         return frozenset(column for column in contended if round(row.cells[column].mean, 2) == best.get(column))
 
     return [replace(row, best=won(row)) for row in rows]
 
 
-def _contends(row: Row, column: str, averaged: Sequence[str]) -> bool:
+def _contends(row: Row, column: str, averaged: Sequence[str], most: Mapping[str, int]) -> bool:
     whole = column != AVERAGE or row.cells.keys() >= set(averaged)
-    return whole and not row.paper and MEANINGLESS not in row.notes
+    return whole and not row.paper and MEANINGLESS not in row.notes and row.cells[column].pictures == most[column]
 
 
 def render(table: Table, format: Format = "text") -> str:

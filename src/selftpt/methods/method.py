@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from selftpt.features import Look
+from selftpt.errors import SelfTPTWarning
+from selftpt.features import Look, stamp
 from selftpt.files import digest
 from selftpt.images import PictureError, Source
 from selftpt.learning import learn
 from selftpt.models import Model
 from selftpt.prompt import Prompt
 from selftpt.settings import LearnConfig
+from selftpt.version import __version__
 
 Predictor = Callable[[Tensor], Tensor]  # features of the views of pictures [N, V, D] to probabilities [N, C]
 Fitted = Callable[[Sequence[str], str], Predictor]  # class names [C], and the dataset's sentence with {} for a name
@@ -38,20 +41,23 @@ class Job:
     def file(self, config: LearnConfig) -> Path:
         """Where the prompt that `config` makes of the source is kept."""
         assert self.source is not None
-        pictures = ["/".join(path.parts[-2:]) for path in self.source.paths]
-        facts = dataclasses.asdict(config), self.source.names, pictures, self.source.labels
-        return self.folder / f"prompt-{digest(self.model.id.digest, *facts)}.safetensors"
+        pictures = [stamp(path) for path in self.source.paths]
+        made_of = dataclasses.asdict(config), self.source.names, pictures, self.source.labels
+        key = digest(__version__, self.model.id.digest, self.model.precision, *made_of)
+        return self.folder / f"prompt-{key}.safetensors"
 
     def prompt(self, config: LearnConfig) -> Prompt:
         """The prompt that `config` makes of the source."""
         assert self.source is not None
         file = self.file(config)
-        if file.is_file():
-            prompt = Prompt.load(file)
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            prompt = learn(self.model, self.source, config, out=file, on_error=self.on_error)
+        before = file.is_file()
+        prompt = (
+            Prompt.load(file) if before else learn(self.model, self.source, config, out=file, on_error=self.on_error)
+        )
         self.unreadable = len(self.source.paths) - prompt.origin["pictures"]
+        if before and self.unreadable:
+            text = f"{self.unreadable} pictures could not be read when {file} was learned"
+            warnings.warn(text, SelfTPTWarning, stacklevel=2)
         return prompt
 
 

@@ -14,32 +14,45 @@ from selftpt.settings import AdaptConfig, LearnConfig, PredictConfig
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the three stages."""
+    """Of stages 1 and 2."""
 
     learn: LearnConfig = field(default_factory=LearnConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
-    predict: PredictConfig = field(default_factory=PredictConfig)
+
+
+@dataclass(frozen=True)
+class ViewSettings(Settings):
+    """And of the views of stage 3, which are those of `predict`."""
+
+    views: int = 64
+    confident: float = 1.0
+
+    def __post_init__(self) -> None:
+        PredictConfig(views=self.views, confident=self.confident)
 
 
 def fit(job: Job, settings: Settings) -> Fitted:
-    """Stage 1; then, for class names, stages 2 and 3."""
+    """Stage 1; then, for class names, stage 2."""
+    prompt = job.prompt(settings.learn)
+    return lambda names, _template: adapt(job.model, prompt, names, settings.adapt)
+
+
+def fit_views(job: Job, settings: ViewSettings) -> Fitted:
+    """The same, and the most confident views are merged."""
     prompt = job.prompt(settings.learn)
 
     def predictor(names: Sequence[str], _template: str) -> Predictor:
         classifier = adapt(job.model, prompt, names, settings.adapt)
-        return lambda features: merge_views(classifier.probabilities(features), settings.predict.confident)
+        return lambda features: merge_views(classifier.probabilities(features), settings.confident)
 
     return predictor
 
 
-def looks(settings: Settings) -> list[Look]:
-    """The picture, and its crops where there are more views, as `predict` makes them."""
-    crops = settings.predict.views - 1
-    return [Look(), Look(crops, settings.predict.seed)] if crops else [Look()]
+def looks(settings: ViewSettings) -> list[Look]:
+    """The picture, and its crops as `predict` makes them."""
+    return [Look(), Look(settings.views - 1, PredictConfig.seed)] if settings.views > 1 else [Look()]
 
 
 REFERENCE = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
-SELF_TPT = Method("self-tpt", "CPT and gradient matching, then CPT on the names", REFERENCE, Settings(), fit, looks)
-SELF_TPT_V = Method(
-    "self-tpt-v", "self-tpt, mean of 64 views", REFERENCE, Settings(predict=PredictConfig(views=64)), fit, looks
-)
+SELF_TPT = Method("self-tpt", "CPT and gradient matching, then CPT on the names", REFERENCE, Settings(), fit)
+SELF_TPT_V = Method("self-tpt-v", "self-tpt, the mean of 64 views", REFERENCE, ViewSettings(), fit_views, looks)
