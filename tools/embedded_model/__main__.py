@@ -32,6 +32,7 @@ from tools.embedded_model.wordnet import WordNet
 HOME = Path(__file__).resolve().parents[2]
 KERNEL = Kernel()
 WORDS = Kernel(name=1.0, gloss=0.0, place=0.0)
+DIMENSIONS = CONFIG["embed_dim"] - 1  # one is the texts' cone
 UNSEEN = sorted(random.Random(0).sample(range(len(NAMES)), 200))  # the classes of the held-out model's exam
 
 
@@ -63,7 +64,7 @@ def main() -> None:
 
     known = seen if options.hold_out else torch.arange(len(NAMES))
     of_known = torch.isin(labels, known)
-    space = Space.of(head, features[of_known], known, CONFIG["embed_dim"])
+    space = Space.of(head, features[of_known], known, DIMENSIONS)
     tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
     learned = lessons(nouns, sentences, tokenizer, space, known)
     clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
@@ -74,8 +75,9 @@ def main() -> None:
     clip.eval()
     with torch.inference_mode():
         vectors = clip.encode_text(tokenizer([f"a photo of a {name}." for name in NAMES]), normalize=True)
-    pictures, where = space.see(features[of_known]), torch.searchsorted(known, labels[of_known])
-    scale = best_scale(pictures @ vectors[known].t(), where)
+        pictures = F.normalize(clip.visual.head(features), dim=-1)
+    where = torch.searchsorted(known, labels[of_known])
+    scale = best_scale(pictures[of_known] @ vectors[known].t(), where)
     clip.logit_scale.data.fill_(torch.tensor(scale).log())
     facts: dict[str, Any] = {
         "training": asdict(config),
@@ -83,20 +85,20 @@ def main() -> None:
         "kernel_of_words": asdict(WORDS),
         "lessons": [len(lesson.texts) for lesson in learned],
         "scale": scale,
-        "of_pictures_by_prototypes": right(pictures, space.prototypes[known], where),
-        "of_pictures_by_names": right(pictures, vectors[known], where),
+        "of_pictures_by_prototypes": right(space.see(features[of_known]), space.prototypes[known], where),
+        "of_pictures_by_names": right(pictures[of_known], vectors[known], where),
         "minutes": (time.monotonic() - begin) / 60,
     }
     if options.hold_out:
-        exam = {"projection": space.projection.half(), "bias": space.bias, "vectors": vectors[UNSEEN].half()}
+        head = clip.visual.head.proj
+        exam = {"projection": head.weight.half(), "bias": head.bias, "vectors": vectors[UNSEEN].half()}
         write_tensors(HOME / "benchmarks" / "embedded_unseen.safetensors", "exam", exam, {"labels": UNSEEN})
         of_unseen = torch.isin(labels, torch.tensor(UNSEEN))
         where = torch.searchsorted(torch.tensor(UNSEEN), labels[of_unseen])
-        facts["of_unseen_pictures_by_names"] = right(space.see(features[of_unseen]), vectors[UNSEEN], where)
+        facts["of_unseen_pictures_by_names"] = right(pictures[of_unseen], vectors[UNSEEN], where)
         directions = F.normalize(nouns.teach(space.prototypes, known, KERNEL)[UNSEEN], dim=-1)
         facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), directions, where)
-    else:
-        write_model(clip, options.out)
+    write_model(clip, options.work / name if options.hold_out else options.out)
     (options.work / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
 
@@ -108,7 +110,7 @@ def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
 
 def best_scale(cosines: Tensor, labels: Tensor) -> float:
     """The scale under which the cosines [n, C] make the labels [n] most likely."""
-    return min(range(5, 101), key=lambda scale: F.cross_entropy(scale * cosines, labels).item())
+    return min(range(5, 201), key=lambda scale: F.cross_entropy(scale * cosines, labels).item())
 
 
 def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: Tensor) -> None:
@@ -121,7 +123,7 @@ def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: T
         for fold in folds:
             fold = fold.sort().values
             known = seen[~torch.isin(seen, fold)]
-            space = Space.of(head, features[torch.isin(labels, known)], known, CONFIG["embed_dim"])
+            space = Space.of(head, features[torch.isin(labels, known)], known, DIMENSIONS)
             directions = F.normalize(nouns.teach(space.prototypes, known, kernel)[fold], dim=-1)
             of_fold = torch.isin(labels, fold)
             hits.append(right(space.see(features[of_fold]), directions, torch.searchsorted(fold, labels[of_fold])))
@@ -169,8 +171,8 @@ def build(network: Any, space: Space, table: Tensor) -> CLIP:
     given = {name: value for name, value in network.state_dict().items() if not name.startswith("classifier")}
     clip.visual.trunk.load_state_dict(given)
     with torch.no_grad():
-        clip.visual.head.proj.weight.copy_(space.projection)
-        clip.visual.head.proj.bias.copy_(space.bias)
+        clip.visual.head.proj.weight.copy_(F.pad(space.projection, (0, 0, 0, 1)))
+        clip.visual.head.proj.bias.copy_(F.pad(space.bias, (0, 1)))
         clip.token_embedding.weight.copy_(table)
     return clip
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tools.embedded_model.ingredients import PREPROCESS, TRUNK
 
 CONFIG: dict[str, Any] = {
-    "embed_dim": 512,
+    "embed_dim": 192,
     "vision_cfg": {
         "timm_model_name": TRUNK,
         "timm_model_pretrained": False,

@@ -30,6 +30,7 @@ TEMPLATES = [
     "a photo of \0.",
 ]
 USUAL = "a photo of a \0."
+CONE = 1.5  # what all texts have in common, in parts of what tells them apart: their cosines are about 0.7, as CLIP's
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     return F.normalize(x @ clip.text_projection, dim=-1)
 
 
+def in_cone(directions: Tensor) -> Tensor:
+    """Unit directions [n, D] as unit vectors of texts [n, D + 1]; pictures have nothing of the last dimension."""
+    return F.normalize(F.pad(directions, (0, 1), value=CONE), dim=-1)
+
+
 def plural(name: str) -> str:
     """The plural of an English noun by the common rules."""
     if name.endswith(("s", "x", "z", "ch", "sh")):
@@ -123,13 +129,14 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     for step in track(range(config.steps), "training"):
         drawn = [(lesson, next(draw)) for lesson, draw in zip(lessons, draws, strict=True)]
         rows = [write(lesson.texts[i], lesson.whole) for lesson, some in drawn for i in some]
-        wanted = torch.cat([lesson.targets[some] for lesson, some in drawn])
+        wanted = in_cone(torch.cat([lesson.targets[some] for lesson, some in drawn]))
         sure = torch.cat([lesson.weights[some] for lesson, some in drawn])
         order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
         found = torch.cat([walk(clip, table, [rows[i] for i in some]) for some in order.chunk(config.groups)])
         wanted, sure = wanted[order], sure[order]
-        cosine = (found * wanted).sum(-1)
-        apart = F.cross_entropy(found @ wanted.t() / config.temperature, torch.arange(len(rows)), reduction="none")
+        cosines = (1 + CONE**2) * found @ wanted.t() - CONE**2  # of the directions, once all texts are in the cone
+        cosine = cosines.diagonal()
+        apart = F.cross_entropy(cosines / config.temperature, torch.arange(len(rows)), reduction="none")
         loss = (sure * (2 * (1 - cosine) + config.apart * apart)).mean()
         optimizer.zero_grad()
         loss.backward()

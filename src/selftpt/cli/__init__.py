@@ -50,7 +50,9 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
         if code == INTERRUPTED:
-            code = _fail("interrupted: nothing half-written is left; learn goes on from what is done")
+            code = _fail(
+                "interrupted: nothing half-written is left; learn goes on from what is done, bench with --resume"
+            )
         sys.stdout.flush()
     except SelfTPTError as error:
         code = _fail(str(error))
