@@ -162,7 +162,9 @@ class BenchConfig:
     shots: int | None = setting(16, "pictures of a class to learn from; 0 takes all")
     share: float = setting(1.0, "of these pictures, how much is used: 0.25, 0.5, 0.75")
     source_classes: int | None = setting(None, "classes to learn from, drawn by the seed; 0 takes all")
-    limit: int | None = setting(None, "test pictures of each set, balanced over its classes; 0 takes all")
+    limit: int | None = setting(
+        None, "test pictures of each set (in base-to-new of each half), balanced over classes; 0 takes all"
+    )
 
     def __post_init__(self) -> None:
         _above(0, self, "shots", "share", "limit")
