@@ -1,4 +1,4 @@
-"""Why stage 2 helps or does not, for runs that `selftpt bench base-to-new` has recorded with the same settings.
+"""Why stage 2 helps or does not, for runs that `selftpt bench base-to-new` has recorded.
 
 For each dataset and seed of self-tpt: the cosine of the gradients of cross-entropy and CPT in the last fifth of
 stage 1; CPT on the new classes' names before stage 2 and after; how alike the views of a class are (the cosine of its
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 from selftpt import AdaptConfig
 from selftpt.adaptation import adapt
-from selftpt.cli.bench import parse_setting
 from selftpt.datasets import half
 from selftpt.evaluation.measures import top
 from selftpt.evaluation.protocols import Bench, Run
@@ -37,13 +36,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, help="the folder of the runs")
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], help="settings, as they were given to bench")
     options = parser.parse_args()
-    changes = dict(parse_setting(text) for text in options.set)
-    bench = Bench(load_model(device="cpu"), "base-to-new", options.data, Runs(options.runs), changes=changes)
+    model, runs = load_model(device="cpu"), Runs(options.runs)
     print("dataset seed  cosine  CPT before after  alike  moved  new before after")
-    for record in bench.runs.records:
+    for record in runs.records:
         if record["method"] == "self-tpt" and record["protocol"] == "base-to-new":
+            bench = Bench(model, "base-to-new", options.data, runs, changes=record["changes"])
             row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
             print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
 
@@ -51,12 +49,13 @@ def main() -> None:
 def look_at(bench: Bench, run: Run) -> dict[str, float]:
     """All of it for one run, of which the prompt is kept."""
     model, settings = bench.model, bench.settings(run)
-    assert run.seed is not None
-    source, _ = bench._source(run.dataset, run.seed)
-    job = Job(model, source, bench.runs.folder / "learned", print)
+    source = bench.source_of(run)
+    assert source is not None
+    job = Job(model, source[0], bench.runs.folder / "learned", print)
+    file = job.file(settings.learn)
+    assert file.is_file(), f"{file} is missing: were data, model or settings others?"
     prompt = job.prompt(settings.learn)
-    log = job.file(settings.learn)
-    steps = [json.loads(line) for line in log.with_name(log.name + ".log.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
     test = half(bench.dataset(run.dataset).test, new=True)
     features = FeatureStore(model, Look())(test.paths)
     before = adapt(model, prompt, test.names, AdaptConfig(steps=0))

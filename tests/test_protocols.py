@@ -294,7 +294,7 @@ def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
     runner = bench("base-to-new", data, tmp_path, config=config)
     for record, seed, wanted in zip(records, (1, 2), drawn, strict=True):
         assert record["source"]["pictures"] == 4
-        source, _ = runner._source(Trial("coop", "eurosat", seed)) or (None, None)
+        source, _ = runner.source_of(Trial("coop", "eurosat", seed)) or (None, None)
         assert source is not None
         assert [str(path.relative_to(data / "eurosat" / "2750")) for path in source.paths] == wanted
 

@@ -112,7 +112,7 @@ class Bench:
             for seed in (seeds if METHODS[method].learns else [None])
         ]
         for run in runs:
-            self._source(run)
+            self.source_of(run)
         place = {dataset: i if self.protocol.source is None else 0 for i, dataset in enumerate(datasets)}
         return sorted(runs, key=lambda run: (place[run.dataset], methods.index(run.method), run.seed or 0))
 
@@ -132,7 +132,7 @@ class Bench:
 
     def facts(self, run: Run) -> Record:
         """What a record says of a run before it is done, beside its key."""
-        data, source = self.dataset(run.dataset), self._source(run)
+        data, source = self.dataset(run.dataset), self.source_of(run)
         return {
             "protocol": self.name,
             "method": run.method,
@@ -150,7 +150,7 @@ class Bench:
 
     def key(self, run: Run) -> str:
         """What tells a run from all others: what is done, with what, on which pictures."""
-        facts, source = self.facts(run), self._source(run)
+        facts, source = self.facts(run), self.source_of(run)
         learned_from = source and self._listed(run.dataset, source[0])
         tests = [(part, self._listed(run.dataset, test)) for part, test in self._parts(run)]
         return digest(__version__, facts, learned_from, tests)
@@ -196,7 +196,7 @@ class Bench:
 
     def _fit(self, run: Run, settings: Any, clock: Clock) -> tuple[Fitted, int]:
         """The fitted method and how many pictures it could not use; kept for the next run, on another dataset."""
-        source = self._source(run)
+        source = self.source_of(run)
         job = Job(self.model, source and source[0], self.runs.folder / "learned", self._report)
         if source is None:
             return METHODS[run.method].fit(job, settings), 0
@@ -207,7 +207,7 @@ class Bench:
             self._fitted = key, fitted, job.unreadable
         return self._fitted[1:]
 
-    def _source(self, run: Run) -> tuple[Source, Record] | None:
+    def source_of(self, run: Run) -> tuple[Source, Record] | None:
         """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
         if run.seed is None:
             return None
