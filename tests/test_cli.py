@@ -423,10 +423,10 @@ def test_file_names_need_not_be_text(place: Place, tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing_half_written(place: Place, tmp_path: Path) -> None:
     out = tmp_path / "p.st"
-    learn = ["learn", place.photos, "--out", out, "--model", place.model, "--epochs", "200", "--batch", "1"]
+    learn = ["learn", place.photos, "--out", out, "--model", place.model, "--epochs", "300", "--batch", "1"]
     process = start(*learn)
     while process.poll() is None and not Path(f"{out}.checkpoint").exists():
-        time.sleep(0.02)
+        time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     printed, err = process.communicate()
     assert process.returncode == 2
