@@ -322,6 +322,15 @@ def test_what_makes_a_run_another(data: Path, tmp_path: Path) -> None:
     assert len({*keys}) == len(keys)
 
 
+def test_two_folders_of_one_name_are_two(tmp_path: Path) -> None:
+    """With the same files in them, and however they are written."""
+    folders = [make_photos(tmp_path / place / "birds", ("kite", "duck", "hen", "crow")) for place in ("a", "b")]
+    runner = bench("base-to-new", None, tmp_path / "runs")
+    first, second = (runner.key(Trial("coop", str(folder), 1)) for folder in folders)
+    assert first != second
+    assert runner.key(Trial("coop", str(tmp_path / "a" / ".." / "a" / "birds"), 1)) == first
+
+
 def test_another_source(data: Path, tmp_path: Path) -> None:
     runner = bench("cross-dataset", data, tmp_path, source="caltech101")
     (record,) = do(runner, ["coop"], ["eurosat"], [1])

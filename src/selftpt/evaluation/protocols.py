@@ -89,6 +89,7 @@ class Bench:
                 raise SelfTPTError(f"{self.name} learns from a half of each dataset: leave --source out")
             self.protocol = dataclasses.replace(self.protocol, source=self.source)
         self._read: dict[str, Dataset] = {}
+        self._sources: dict[tuple[str, int], tuple[Source, Record]] = {}
         self._fitted: tuple[object, Fitted, int] | None = None
         self._stores: dict[Look, FeatureStore] = {}
         self._unreadable: set[str] = set()
@@ -151,13 +152,14 @@ class Bench:
     def key(self, run: Run) -> str:
         """What tells a run from all others: what is done, with what, on which pictures."""
         facts, source = self.facts(run), self.source_of(run)
-        learned_from = source and self._listed(run.dataset, source[0])
+        learned_from = source and self._listed(self.protocol.source or run.dataset, source[0])
         tests = [(part, self._listed(run.dataset, test)) for part, test in self._parts(run)]
         return digest(__version__, facts, learned_from, tests)
 
     def _listed(self, dataset: str, source: Source) -> object:
-        root = str(self.dataset(dataset).root)
-        return source.names, [os.path.relpath(path, root) for path in source.paths], source.labels
+        root = self.dataset(dataset).root
+        own = None if dataset in DATASETS else str(root.resolve())  # the paper's are the same wherever they lie
+        return own, source.names, [os.path.relpath(path, root) for path in source.paths], source.labels
 
     def do(self, run: Run) -> Record:
         """Learn, adapt, predict, measure: the record, which is added to the runs."""
@@ -211,14 +213,20 @@ class Bench:
         """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
         if run.seed is None:
             return None
-        config, data = self.config, self.dataset(self.protocol.source or run.dataset)
-        source, origin, published = data.few_shot(config.shots, run.seed)
+        teacher = self.protocol.source or run.dataset
+        if (teacher, run.seed) not in self._sources:
+            self._sources[teacher, run.seed] = self._draw(self.dataset(teacher), run.seed)
+        return self._sources[teacher, run.seed]
+
+    def _draw(self, data: Dataset, seed: int) -> tuple[Source, Record]:
+        config = self.config
+        source, origin, published = data.few_shot(config.shots, seed)
         if self.protocol.source is None:
             source = half(source, new=False)
         if config.share < 1:
-            source = fraction(source, config.share, run.seed)
+            source = fraction(source, config.share, seed)
         if config.source_classes is not None and config.source_classes < len(source.names):
-            source = some_classes(source, config.source_classes, run.seed)
+            source = some_classes(source, config.source_classes, seed)
         facts = {
             "dataset": data.name,
             "split": data.split,
