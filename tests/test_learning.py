@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn, learning
+from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn, training
 from selftpt import features as feature_store
 from selftpt.files import read_file
-from selftpt.learning import ClassLists, RunFiles, learn_from_features, learning_rate
+from selftpt.learning import ClassLists, learn_from_features
 from selftpt.settings import ContrastConfig
 from selftpt.tokens import class_tokens
+from selftpt.training import RunFiles, learning_rate
 from tests.folders import make_model, make_photos
 from tests.oracle import plain
 from tests.small import model, small
@@ -147,17 +148,17 @@ def test_a_run_stopped_between_log_and_checkpoint_logs_every_step_once(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "stopped"
     run(LearnConfig(epochs=3), whole)
-    write = learning.write_tensors
+    write = training.write_tensors
 
     def stop(path: Path, *rest: object) -> None:
         if rest[2]["epochs"] == 2:  # type: ignore[index]
             raise KeyboardInterrupt
         write(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(learning, "write_tensors", stop)
+    monkeypatch.setattr(training, "write_tensors", stop)
     with pytest.raises(KeyboardInterrupt):
         run(LearnConfig(epochs=3), out)
-    monkeypatch.setattr(learning, "write_tensors", write)
+    monkeypatch.setattr(training, "write_tensors", write)
     run(LearnConfig(epochs=3), out)
     assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
 

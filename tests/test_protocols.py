@@ -20,13 +20,14 @@ import selftpt.features
 from selftpt.adaptation import adapt, zero_shot
 from selftpt.datasets import read_dataset
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.evaluation.protocols import PROTOCOLS, Bench, change, kind_of
+from selftpt.evaluation.protocols import PROTOCOLS, Bench
 from selftpt.evaluation.protocols import Run as Trial
 from selftpt.evaluation.runs import Record, Runs
 from selftpt.images import PictureError, Source, open_picture
-from selftpt.learning import RunFiles, learn
+from selftpt.learning import learn
 from selftpt.methods import METHODS
-from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig, PredictConfig
+from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig, PredictConfig, change, kind_of
+from selftpt.training import RunFiles
 from tests.commands import Run, refused
 from tests.folders import make_model, make_photos
 from tests.small import model
@@ -403,9 +404,9 @@ def test_a_run_that_fails_does_not_end_the_others(run: Run, weights: Path, tmp_p
 
 
 def test_methods_are_listed(run: Run) -> None:
-    assert [line.split()[0] for line in run("methods").out.splitlines()] == list(METHODS)
+    assert [line.split()[0] for line in run("methods").out.splitlines()[1:]] == list(METHODS)
     rows = {row["name"]: row for row in json.loads(run("methods", "--json").out)}
-    assert rows["self-tpt-v"]["views"] == 64
+    assert rows["self-tpt-v"]["cost"] == "64 views"
     assert not rows["clip"]["learns"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Classifier:
-    """One unit vector a class: all that stage 3 needs, besides the model's image tower.
+    """One vector a class: all that stage 3 needs, besides the model's image tower.
 
     names: [C]; weights: [C, D]; scale: 1 / τ of Eq. 1; model_id: whose features they are compared with.
     """
@@ -138,10 +138,14 @@ class Classifier:
         pixels = torch.cat(shown)
         features = torch.cat([model.encode_images(some) for some in pixels.split(config.batch)])
         views = self.probabilities(features).unflatten(0, (len(seen), -1))
-        best = merge_views(views, config.confident).topk(min(config.top, len(self.names)))
-        rows = zip(best.values.tolist(), best.indices.tolist(), seen, strict=True)
-        for probabilities, labels, (path, _) in rows:
-            yield Prediction(path, tuple(self.names[i] for i in labels), tuple(probabilities), tuple(labels))
+        yield from best(merge_views(views, config.confident), self.names, [path for path, _ in seen], config.top)
+
+
+def best(probabilities: Tensor, names: Sequence[str], paths: Sequence[str | None], top: int) -> Iterator[Prediction]:
+    """The `top` best of probabilities [N, C] for pictures [N], as predictions."""
+    found = probabilities.topk(min(top, len(names)))
+    for values, labels, path in zip(found.values.tolist(), found.indices.tolist(), paths, strict=True):
+        yield Prediction(path, tuple(names[i] for i in labels), tuple(values), tuple(labels))
 
 
 def _spread(pictures: Iterable[Picture], on_error: Callable[[PictureError], None]) -> Iterator[Picture]:

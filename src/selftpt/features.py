@@ -12,7 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,6 +42,11 @@ class Look:
     max_megapixels: float = 80
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from others."""
+        return self.crops, self.seed, self.max_megapixels
+
+    @property
     def views(self) -> int:
         return self.crops or 1
 
@@ -67,7 +72,7 @@ class FeatureStore:
         self, model: Model, look: Look, on_error: Callable[[PictureError], None] = warn_of, batch: int = 64
     ) -> None:
         self.model, self.look, self.on_error, self.batch = model, look, on_error, batch
-        self.folder = _folder() / digest(__version__, model.id.digest, model.precision, *astuple(look))
+        self.folder = _folder() / digest(__version__, model.id.digest, model.precision, *look.key)
         self.kept: dict[Stamp, Tensor] = {}
         for pack in sorted(self.folder.glob("*.safetensors")):
             with contextlib.suppress(SelfTPTError, KeyError, ValueError):  # a damaged pack is as good as none

@@ -7,6 +7,7 @@ Gradient matching then needs H v, the second derivative of CPT along v: Σ u·�
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,18 +60,32 @@ class Step(NamedTuple):
     average: Tensor
 
 
+def prompt_gradient(
+    encoder: TextEncoder, prompt: Tensor, loss: Callable[[Tensor], Tensor], others: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """A loss of text features [V, C, D], and its gradient by the prompt [M, d] and by others that it depends on.
+
+    A long class list is walked in chunks, so that memory does not grow with it.
+    """
+    others = list(others)
+    for other in others:
+        other.requires_grad_()
+    if encoder.whole:
+        p = prompt.detach().requires_grad_()
+        value = loss(encoder(p))
+        return value.detach(), list(torch.autograd.grad(value, [p, *others]))
+    with torch.no_grad():
+        features = encoder(prompt)
+    features.requires_grad_()
+    value = loss(features)
+    u, *by_others = torch.autograd.grad(value, [features, *others])
+    return value.detach(), [*encoder.pull(prompt, u), *by_others]
+
+
 def contrast_step(task: Task, prompt: Tensor, head: Head) -> tuple[float, Tensor]:
     """Stage 2: CPT and its gradient by the prompt, [M, d]."""
-    if task.encoder.whole:
-        p = prompt.detach().requires_grad_()
-        loss = task.cpt(task.encoder(p), head)
-        return loss.item(), torch.autograd.grad(loss, p)[0]
-    with torch.no_grad():
-        features = task.encoder(prompt)
-    features.requires_grad_()
-    loss = task.cpt(features, head)
-    (u,) = torch.autograd.grad(loss, features)
-    return loss.item(), task.encoder.pull(prompt, u)[0]
+    loss, (gradient,) = prompt_gradient(task.encoder, prompt, lambda features: task.cpt(features, head))
+    return loss.item(), gradient
 
 
 def joint_step(

@@ -6,9 +6,10 @@ answered at once.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from selftpt.errors import SelfTPTError
 
@@ -77,18 +78,36 @@ class ContrastConfig:
 
 
 @dataclass(frozen=True)
-class LearnConfig:
-    """Stage 1. The defaults are the paper's where it says; docs/method.md tells what it leaves open."""
+class TrainConfig:
+    """Learning a prompt from labelled pictures, as all methods of CoOp's family do. The defaults are the paper's."""
 
     length: int = setting(4, "number of context vectors, M")
     words: str = setting("a photo of a", "words the context starts from")
     epochs: int = setting(10, "epochs")
     shots: int | None = setting(16, "pictures a class; 0 takes all")
+    crops: int | None = setting(None, "random crops of each picture, taken in turn; 0 makes a new one for every epoch")
     batch: int = setting(4, "pictures a step")
     lr: float = setting(0.002, "learning rate")
     warmup_lr: float = setting(1e-5, "learning rate of the first epoch")
     momentum: float = setting(0.9, "momentum of SGD")
     weight_decay: float = setting(5e-4, "weight decay of SGD")
+    chunk: int | None = setting(256, "classes walked at once, longer lists in parts; 0 walks all at once")
+    seed: int = setting(1, "seed of all that is drawn")
+    max_megapixels: float = setting(80, "larger pictures are refused")
+
+    def __post_init__(self) -> None:
+        _above(0, self, "length", "epochs", "batch", "lr", "warmup_lr", "max_megapixels")
+        _above(0, self, "shots", "crops", "chunk")
+        _at_least(0, self, "momentum", "weight_decay")
+        _check_seed(self.seed)
+        if self.momentum >= 1:
+            raise SelfTPTError(f"momentum must be below 1, not {self.momentum}")
+
+
+@dataclass(frozen=True)
+class LearnConfig(TrainConfig):
+    """Stage 1. The defaults are the paper's where it says; docs/method.md tells what it leaves open."""
+
     ce: float = setting(1.0, "weight of cross-entropy")
     cpt: float = setting(1.0, "weight of contrastive prompt tuning")
     gm: float = setting(1.0, "weight of gradient matching")
@@ -97,20 +116,16 @@ class LearnConfig:
     hidden: int | None = setting(None, "hidden width of the head; 0 takes the features' own")
     projection: int = setting(128, "output width of the head")
     classes_per_step: int | None = setting(None, "classes drawn for each step; 0 takes all, which is exact")
-    chunk: int | None = setting(256, "classes walked at once, longer lists in parts; 0 walks all at once")
-    seed: int = setting(1, "seed of all that is drawn")
-    max_megapixels: float = setting(80, "larger pictures are refused")
     contrast: ContrastConfig = field(default_factory=ContrastConfig)
 
     def __post_init__(self) -> None:
-        _above(0, self, "length", "epochs", "batch", "lr", "warmup_lr", "projection", "max_megapixels")
-        _above(0, self, "shots", "hidden", "chunk")
+        super().__post_init__()
+        _above(0, self, "projection", "hidden")
         _above(1, self, "classes_per_step")
-        _at_least(0, self, "momentum", "weight_decay", "ce", "cpt", "gm", "decay")
+        _at_least(0, self, "ce", "cpt", "gm", "decay")
         _one_of("matching", self.matching, get_args(Matching))
-        _check_seed(self.seed)
-        if self.decay >= 1 or self.momentum >= 1:
-            raise SelfTPTError("momentum and decay must be below 1")
+        if self.decay >= 1:
+            raise SelfTPTError(f"decay must be below 1, not {self.decay}")
         if self.ce == self.cpt == self.gm == 0:
             raise SelfTPTError("all three losses have weight 0: nothing to learn from")
 
@@ -171,3 +186,29 @@ class BenchConfig:
         _above(1, self, "source_classes")
         if self.share > 1:
             raise SelfTPTError(f"share is a part of the pictures, at most 1, not {self.share}")
+
+
+def kind_of(settings: Any, path: Sequence[str]) -> Any:
+    """The type of the field at `path` of settings, or None if they have no such field."""
+    name, *rest = path
+    if name not in {field.name for field in dataclasses.fields(settings)}:
+        return None
+    if dataclasses.is_dataclass(value := getattr(settings, name)):
+        return kind_of(value, rest) if rest else None
+    return None if rest else get_type_hints(type(settings))[name]
+
+
+def change(settings: Any, path: Sequence[str], value: Any) -> Any:
+    """Settings with the field at `path`, which they have, changed to a value of JSON; refused if it is of no use."""
+    name, *rest = path
+    if rest:
+        return dataclasses.replace(settings, **{name: change(getattr(settings, name), rest, value)})
+    kind = get_type_hints(type(settings))[name]
+    if get_origin(kind) is tuple:
+        value = tuple(value.split(",") if isinstance(value, str) else value)
+    elif kind is float and isinstance(value, int):
+        value = float(value)
+    allowed = {tuple: tuple, Literal: str}.get(get_origin(kind), kind)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise SelfTPTError(f"the setting {name} is of type {getattr(kind, '__name__', kind)}, it cannot be {value!r}")
+    return dataclasses.replace(settings, **{name: value})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selftpt.cli.options import Json, ModelOptions, with_settings
+from selftpt.cli.options import Changes, Json, ModelOptions, parse_setting, with_settings
 from selftpt.errors import SelfTPTError
 from selftpt.settings import BenchConfig
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from selftpt.images import PictureError
 
 
-KEPT_APART = {"learn.seed": "--seeds", "learn.shots": "--shots"}
+KEPT_APART = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
 
 
 class ProtocolName(StrEnum):
@@ -46,7 +46,7 @@ def command(
     source: Annotated[
         str | None, typer.Option(help="another dataset to learn from than ImageNet, in cross-dataset and domain")
     ] = None,
-    set: Annotated[list[str] | None, typer.Option(help="a setting of methods: learn.lr=0.02")] = None,
+    set: Changes = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on in a folder that has records")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would run, and how long it took")] = False,
     as_json: Json = False,
@@ -107,31 +107,19 @@ def whole_numbers(text: str) -> list[int]:
     return numbers
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    """A setting and its value, which is JSON or else a text."""
-    key, given, value = text.partition("=")
-    if not given:
-        raise SelfTPTError(f"--set takes a setting with its value, such as learn.lr=0.02, not {text!r}")
-    try:
-        return key.strip(), json.loads(value)
-    except ValueError:
-        return key.strip(), value
-
-
 def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
     """Refuse methods and settings that do not exist, and values that no setting takes."""
-    from selftpt.evaluation.protocols import change, kind_of
     from selftpt.methods import METHODS
+    from selftpt.methods.prediction import chosen_method
+    from selftpt.settings import change, kind_of
 
     if not methods:
         raise SelfTPTError(f"--methods names none: choose of {', '.join(METHODS)}")
-    for name in methods:
-        if name not in METHODS:
-            raise SelfTPTError(f"no method is called {name!r}: choose of {', '.join(METHODS)}")
+    chosen = [chosen_method(name).settings for name in methods]
     for key, value in changes.items():
         if key in KEPT_APART:
             raise SelfTPTError(f"{key} is not for --set: use {KEPT_APART[key]}")
-        holders = [METHODS[name].settings for name in methods if kind_of(METHODS[name].settings, key.split("."))]
+        holders = [settings for settings in chosen if kind_of(settings, key.split("."))]
         if not holders:
             raise SelfTPTError(f"none of {', '.join(methods)} has a setting {key!r}")
         for settings in holders:

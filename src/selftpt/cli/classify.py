@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, PromptFile, read_names, with_settings
-from selftpt.cli.predict import Format, FormatOption, listed, one_format, show
+from selftpt.cli.predict import Format, FormatOption, listed, one_format, show_classified
 from selftpt.errors import SelfTPTError
 from selftpt.settings import AdaptConfig, PredictConfig
 
@@ -48,7 +48,7 @@ def command(
     else:
         learned = options.prompt(prompt)
         classifier = adapted(options.load(learned.model), learned, wanted, adapting)
-    show(classifier, paths, predicting, form)
+    show_classified(classifier, paths, predicting, form)
 
 
 def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig) -> Classifier:

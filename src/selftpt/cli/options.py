@@ -134,6 +134,7 @@ Pictures = Annotated[
 PromptFile = Annotated[
     Path | None, typer.Option("--prompt", help="a prompt that `selftpt learn` made; the embedded model has one")
 ]
+Changes = Annotated[list[str] | None, typer.Option("--set", help="a setting of a method: learn.lr=0.02")]
 Json = Annotated[bool, typer.Option("--json", help="for programs: JSON")]
 
 
@@ -157,3 +158,14 @@ def read_names(names: str | None, file: Path | None) -> list[str]:
     if not all(isinstance(name, str) for name in listed):
         raise SelfTPTError(f"{file} must be a JSON list of strings")
     return list(listed)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """A setting and its value, which is JSON or else a text."""
+    key, given, value = text.partition("=")
+    if not given:
+        raise SelfTPTError(f"--set takes a setting with its value, such as learn.lr=0.02, not {text!r}")
+    try:
+        return key.strip(), json.loads(value)
+    except ValueError:
+        return key.strip(), value

@@ -6,19 +6,32 @@ import csv
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selftpt.cli.options import Json, ModelOptions, Pictures, with_settings
+from selftpt.cli.options import (
+    Changes,
+    Json,
+    ModelOptions,
+    Names,
+    NamesFile,
+    Pictures,
+    parse_setting,
+    read_names,
+    with_settings,
+)
 from selftpt.errors import SelfTPTError
-from selftpt.settings import PredictConfig
+from selftpt.settings import ContrastConfig, PredictConfig
 
 if TYPE_CHECKING:
     from selftpt.classifier import Classifier, Prediction
+    from selftpt.images import PictureError
+
+    Report = Callable[[PictureError], None]
 
 
 class Format(StrEnum):
@@ -33,21 +46,53 @@ FormatOption = Annotated[Format, typer.Option("--format", help="how predictions 
 @with_settings(options=ModelOptions, config=PredictConfig)
 def command(
     pictures: Pictures,
-    classifier: Annotated[Path, typer.Option(help="a classifier that `selftpt adapt` made")],
     options: ModelOptions,
     config: PredictConfig,
+    classifier: Annotated[Path | None, typer.Option(help="a classifier that `selftpt adapt` made")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="or a method that makes its own, of `selftpt methods`, with --names")
+    ] = None,
+    names: Names = None,
+    names_file: NamesFile = None,
+    template: Annotated[
+        str, typer.Option(help="with --method: the sentence of methods that take one")
+    ] = ContrastConfig.template,
+    source: Annotated[
+        Path | None, typer.Option(help="with a --method that learns: labelled pictures, a folder a class")
+    ] = None,
+    set: Changes = None,
     format: FormatOption = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Classify pictures (stage 3)."""
+    """Classify pictures (stage 3), with a classifier of stage 2 or by another method."""
     form = one_format(format, as_json)
-    paths = listed(pictures)
-    from selftpt.classifier import Classifier
+    if (classifier is None) == (method is None):
+        raise SelfTPTError("give either --classifier FILE, which `selftpt adapt` makes, or --method with --names")
+    if classifier is not None:
+        if names is not None or names_file is not None or source is not None or set:
+            raise SelfTPTError("--names, --source and --set are for --method: a classifier has its names")
+        paths = listed(pictures)
+        from selftpt.classifier import Classifier
 
-    made = Classifier.load(classifier)
-    model = options.load(made.model_id)
-    made.model_id.check(model, f"the classifier {classifier}")
-    show(dataclasses.replace(made, model=model), paths, config, form)
+        made = Classifier.load(classifier)
+        model = options.load(made.model_id)
+        made.model_id.check(model, f"the classifier {classifier}")
+        show_classified(dataclasses.replace(made, model=model), paths, config, form)
+        return
+    if (config.views, config.confident) != (1, 1.0):
+        raise SelfTPTError("--views and --confident are for --classifier: a method has its own, see --set")
+    wanted = read_names(names, names_file)
+    paths = list(listed(pictures))
+    from selftpt.methods.prediction import MethodPredictor, chosen_method, chosen_settings
+
+    asked = chosen_method(method or "")
+    settings = chosen_settings(asked, dict(parse_setting(text) for text in set or []), config.seed)
+    if asked.learns and source is None:
+        raise SelfTPTError(f"{method} learns from labelled pictures: give --source FOLDER, with a folder a class")
+    if source is not None and not asked.learns:
+        raise SelfTPTError(f"{method} learns from no pictures: leave --source out")
+    ready = MethodPredictor(options.load(), asked, settings, wanted, template, source)
+    show(lambda report: ready.predict(paths, config.top, report), paths, form, ready.model.id.meaningless)
 
 
 def one_format(format: Format, as_json: bool) -> Format:
@@ -66,10 +111,19 @@ def listed(pictures: list[str]) -> Iterable[Path]:
     return list(find_pictures(pictures))
 
 
-def show(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
-    """Print predictions as they come; exit code 2 if no picture could be used."""
-    from selftpt.images import PictureError
+def show_classified(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
+    """Print what a classifier says of pictures."""
 
+    def predictions(report: Report) -> Iterator[Prediction]:
+        return classifier.predict(paths, config=config, on_error=report)
+
+    show(predictions, paths, format, classifier.model_id.meaningless)
+
+
+def show(
+    predict: Callable[[Report], Iterator[Prediction]], paths: Iterable[Path], format: Format, meaningless: bool
+) -> None:
+    """Print predictions as they come; exit code 2 if no picture could be used."""
     failed: list[PictureError] = []
     alone = isinstance(paths, list) and len(paths) == 1
 
@@ -78,10 +132,10 @@ def show(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, f
         if not alone:
             print(f"note: left out {error}", file=sys.stderr)
 
-    predictions = classifier.predict(paths, config=config, on_error=report)
+    predictions = predict(report)
     if format is Format.table or not sys.stdout.isatty():  # else the lines themselves show that it goes on
         predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
-    done = PRINTERS[format](predictions, classifier.model_id.meaningless)
+    done = PRINTERS[format](predictions, meaningless)
     if not done:
         none = f"none of the {len(failed)} pictures could be used" if failed else "no picture was named"
         raise SelfTPTError(str(failed[0]) if alone else none)

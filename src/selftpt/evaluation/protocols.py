@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any
 
 import torch
 
@@ -21,16 +21,14 @@ from selftpt.errors import SelfTPTError
 from selftpt.evaluation.measures import harmonic, measure
 from selftpt.evaluation.memory import forget_peak, peak_megabytes
 from selftpt.evaluation.runs import Record, Runs
-from selftpt.features import FeatureStore, Look
 from selftpt.files import digest
 from selftpt.images import PictureError, Source, warn_of
-from selftpt.methods import METHODS, Fitted, Job, Predictor
+from selftpt.methods import METHODS, Eyes, Fitted, Job, Predictor
 from selftpt.models import Model
-from selftpt.settings import BenchConfig, ContrastConfig
+from selftpt.settings import BenchConfig, ContrastConfig, change, kind_of
 from selftpt.version import __version__
 
 VERSIONS = ("selftpt", "torch", "torchvision", "open_clip_torch", "timm", "pillow")
-BLOCK = 4096  # views of test pictures in memory at once
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ PROTOCOLS: dict[str, Protocol] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement, not yet done. The seed is None for a method that learns nothing."""
+    """One measurement, not yet done. The seed is None for a method that draws nothing."""
 
     method: str
     dataset: str
@@ -91,8 +89,8 @@ class Bench:
         self._read: dict[str, Dataset] = {}
         self._sources: dict[tuple[str, int], tuple[Source, Record]] = {}
         self._fitted: tuple[object, Fitted, int] | None = None
-        self._stores: dict[Look, FeatureStore] = {}
         self._unreadable: set[str] = set()
+        self._eyes = Eyes(self.model, self._report)
 
     def dataset(self, name: str) -> Dataset:
         """A dataset, read once."""
@@ -110,7 +108,7 @@ class Bench:
             Run(method, dataset, seed)
             for method in methods
             for dataset in datasets
-            for seed in (seeds if METHODS[method].learns else [None])
+            for seed in (seeds if METHODS[method].draws else [None])
         ]
         for run in runs:
             self.source_of(run)
@@ -119,10 +117,9 @@ class Bench:
 
     def settings(self, run: Run) -> Any:
         """The settings of a run's method with the protocol's epochs, the run's seed and the changes."""
-        settings = METHODS[run.method].settings
-        if run.seed is not None:
-            learn = dataclasses.replace(settings.learn, epochs=self.protocol.epochs, seed=run.seed, shots=None)
-            settings = dataclasses.replace(settings, learn=learn)
+        method = METHODS[run.method]
+        epochs = {"epochs": self.protocol.epochs} if method.papers_epochs else {}
+        settings = method.seeded(run.seed, shots=None, **epochs)
         for key, value in self._changes(run).items():
             settings = change(settings, key.split("."), value)
         return settings
@@ -172,8 +169,7 @@ class Bench:
         for part, test in self._parts(run):
             with clock("adapt"):
                 predictor = fitted(test.names, facts["template"])
-            stores = [self._store(look) for look in METHODS[run.method].looks(settings)]
-            results[part] = self._examine(predictor, stores, test, clock)
+            results[part] = self._examine(run, settings, predictor, test, clock)
         if "new" in results:
             results["harmonic"] = harmonic(results["base"]["top1"], results["new"]["top1"])
         return self.runs.add(
@@ -211,8 +207,9 @@ class Bench:
 
     def source_of(self, run: Run) -> tuple[Source, Record] | None:
         """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
-        if run.seed is None:
+        if not METHODS[run.method].learns:
             return None
+        assert run.seed is not None
         teacher = self.protocol.source or run.dataset
         if (teacher, run.seed) not in self._sources:
             self._sources[teacher, run.seed] = self._draw(self.dataset(teacher), run.seed)
@@ -248,27 +245,22 @@ class Bench:
         for part, pictures in tests.items():
             yield part, pictures if self.config.limit is None else limit(pictures, self.config.limit)
 
-    def _store(self, look: Look) -> FeatureStore:
-        if look not in self._stores:
-            self._stores[look] = FeatureStore(self.model, look, self._report)
-        return self._stores[look]
-
     def _examine(
-        self, predictor: Predictor, stores: Sequence[FeatureStore], test: Source, clock: Clock
+        self, run: Run, settings: Any, predictor: Predictor, test: Source, clock: Clock
     ) -> dict[str, float | int]:
         """Measures of the predictions for test pictures; those that cannot be read are left out."""
-        size = max(1, BLOCK // sum(store.look.views for store in stores))
-        answers, labels = [], torch.tensor(test.labels)
-        for start in range(0, len(test.paths), size):
+        answers, seen, blocks = [], [], self._eyes(METHODS[run.method], settings, test.paths)
+        while True:
             with clock("features"):
-                features = torch.cat([store(test.paths[start : start + size]) for store in stores], 1)
+                block = next(blocks, None)
+            if block is None:
+                break
             with clock("predict"):
-                answers.append(predictor(features))
-        probabilities = torch.cat(answers)
-        usable = ~probabilities.isnan().any(1)
-        if not usable.any():
+                answers.append(predictor(block[1]))
+            seen.append(block[0])
+        if not seen:
             raise SelfTPTError(f"none of the {len(test.paths)} test pictures can be read, the first is {test.paths[0]}")
-        return measure(probabilities[usable], labels[usable])
+        return measure(torch.cat(answers), torch.tensor(test.labels)[torch.cat(seen)])
 
     def _report(self, error: PictureError) -> None:
         if str(error) not in self._unreadable:  # each look tells of it
@@ -291,29 +283,3 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + time.monotonic() - self._begin
-
-
-def kind_of(settings: Any, path: Sequence[str]) -> Any:
-    """The type of the field at `path` of settings, or None if they have no such field."""
-    name, *rest = path
-    if name not in {field.name for field in dataclasses.fields(settings)}:
-        return None
-    if dataclasses.is_dataclass(value := getattr(settings, name)):
-        return kind_of(value, rest) if rest else None
-    return None if rest else get_type_hints(type(settings))[name]
-
-
-def change(settings: Any, path: Sequence[str], value: Any) -> Any:
-    """Settings with the field at `path`, which they have, changed to a value of JSON; refused if it is of no use."""
-    name, *rest = path
-    if rest:
-        return dataclasses.replace(settings, **{name: change(getattr(settings, name), rest, value)})
-    kind = get_type_hints(type(settings))[name]
-    if get_origin(kind) is tuple:
-        value = tuple(value.split(",") if isinstance(value, str) else value)
-    elif kind is float and isinstance(value, int):
-        value = float(value)
-    allowed = {tuple: tuple, Literal: str}.get(get_origin(kind), kind)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise SelfTPTError(f"the setting {name} is of type {getattr(kind, '__name__', kind)}, it cannot be {value!r}")
-    return dataclasses.replace(settings, **{name: value})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from selftpt.methods.clip import CLIP, ENSEMBLE
 from selftpt.methods.coop import COOP
-from selftpt.methods.method import Fitted, Job, Method, Predictor
+from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
 
-__all__ = ["METHODS", "Fitted", "Job", "Method", "Predictor"]
+__all__ = ["METHODS", "Eyes", "Fitted", "Job", "Method", "Predictor"]
 
 METHODS: dict[str, Method] = {method.name: method for method in (CLIP, ENSEMBLE, COOP, SELF_TPT, SELF_TPT_V)}

@@ -22,4 +22,6 @@ def fit(job: Job, settings: Settings) -> Fitted:
     return lambda names, _template: adapt(job.model, prompt, names, AdaptConfig(steps=0))
 
 
-COOP = Method("coop", "a prompt learned by cross-entropy", "Zhou et al., IJCV 2022", Settings(), fit)
+COOP = Method(
+    "coop", "a prompt learned by cross-entropy", "Zhou et al., IJCV 2022", Settings(), fit, papers_epochs=True
+)

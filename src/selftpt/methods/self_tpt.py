@@ -54,5 +54,17 @@ def looks(settings: ViewSettings) -> list[Look]:
 
 
 REFERENCE = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
-SELF_TPT = Method("self-tpt", "CPT and gradient matching, then CPT on the names", REFERENCE, Settings(), fit)
-SELF_TPT_V = Method("self-tpt-v", "self-tpt, the mean of 64 views", REFERENCE, ViewSettings(), fit_views, looks)
+SELF_TPT = Method(
+    "self-tpt", "CPT and gradient matching, then CPT on the names", REFERENCE, Settings(), fit, papers_epochs=True
+)
+SELF_TPT_V = Method(
+    "self-tpt-v",
+    "self-tpt, the mean of 64 views",
+    REFERENCE,
+    ViewSettings(),
+    fit_views,
+    "64 views",
+    "features of views",
+    looks,
+    papers_epochs=True,
+)
