@@ -453,6 +453,8 @@ def test_the_cache_is_shown_and_pruned(run: Run, data: Path, weights: Path, tmp_
     assert "24 pictures" in shown.out
     assert "the picture" in shown.out
     refused(run("cache", "ViT-B-16"), "ViT-B-16")
+    assert json.loads(run("cache", "the picture", "--json").out) == json.loads(run("cache", "--json").out)
+    refused(run("cache", "63 random crops"), "63 random crops")
     (row,) = json.loads(run("cache", "--json").out)
     assert row["pictures"] == 24
     assert "deleted" in run("cache", "--prune").out

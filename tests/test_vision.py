@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,16 @@ def test_fold(past: bool) -> None:
 
 def norms(tower: nn.Module) -> int:
     return sum(isinstance(module, nn.BatchNorm2d) for module in tower.modules())
+
+
+def test_fold_in_half_precision() -> None:
+    visual = Convolved(False).eval().requires_grad_(False)
+    perturb(visual, torch.Generator().manual_seed(0))
+    folded = fold(copy.deepcopy(visual).half())
+    assert norms(folded) == 0
+    assert {p.dtype for p in folded.parameters()} == {torch.float16}
+    pixels = torch.randn(2, 3, 16, 16)
+    assert relative(folded.float()(pixels), visual(pixels)) < 1e-2
 
 
 @pytest.mark.parametrize(("kind", "left"), [("resnet", 0), ("mobileclip", 24)])

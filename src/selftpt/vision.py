@@ -65,7 +65,8 @@ def fold(visual: Any) -> Any:
 
     Which is behind which is seen as a picture passes. The tower is left as it is if the copy does not see the same.
     """
-    folded = copy.deepcopy(visual)
+    precision = next(visual.parameters()).dtype
+    folded = copy.deepcopy(visual).float()  # in which the two are compared, whatever the tower's precision
     parents = {module: (parent, name) for parent in folded.modules() for name, module in parent.named_children()}
     made: dict[nn.Module, Tensor] = {}
     pairs: list[tuple[Any, Any]] = []
@@ -78,9 +79,8 @@ def fold(visual: Any) -> Any:
 
     hooks = [m.register_forward_hook(convolved) for m in folded.modules() if isinstance(m, nn.Conv2d)]
     hooks += [m.register_forward_pre_hook(normed) for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
-    weight = next(visual.parameters())
     size = visual.image_size if isinstance(visual.image_size, tuple) else (visual.image_size, visual.image_size)
-    picture = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    picture = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = folded(picture)
         for hook in hooks:
@@ -89,4 +89,4 @@ def fold(visual: Any) -> Any:
             setattr(*parents[convolution], fuse_conv_bn_eval(convolution, norm))
             setattr(*parents[norm], nn.Sequential(*norm.children()))  # timm has the activation in there
         same = torch.allclose(folded(picture), wanted, rtol=0, atol=1e-4 * wanted.abs().max())
-    return folded if same else visual
+    return folded.to(precision) if same else visual

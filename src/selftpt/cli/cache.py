@@ -13,7 +13,7 @@ from selftpt.errors import SelfTPTError
 
 
 def command(
-    part: Annotated[str, typer.Argument(help="only what is of models with this in their name")] = "",
+    part: Annotated[str, typer.Argument(help="only lines with this in them: a model, or '63 random crops'")] = "",
     prune: Annotated[bool, typer.Option("--prune", help="delete it; what is needed again is computed again")] = False,
     as_json: Json = False,
 ) -> None:
@@ -21,9 +21,9 @@ def command(
     from selftpt.features import shelves
     from selftpt.files import cache_folder
 
-    found = [shelf for shelf in shelves() if part.lower() in shelf.model.lower()]
+    found = [shelf for shelf in shelves() if part.lower() in f"{shelf.model}: {shelf.look}".lower()]
     if part and not found:
-        raise SelfTPTError(f"{cache_folder()} has no features of a model with {part!r} in its name")
+        raise SelfTPTError(f"{cache_folder()} has no features of a model or look with {part!r} in its name")
     total = sum(shelf.bytes for shelf in found) / 1e6
     if as_json:
         print(json.dumps([{**dataclasses.asdict(shelf), "folder": str(shelf.folder)} for shelf in found]))
