@@ -118,9 +118,10 @@ class Bench:
     def settings(self, run: Run) -> Any:
         """The settings of a run's method with the protocol's epochs, the run's seed and the changes."""
         method = METHODS[run.method]
-        epochs = {"epochs": self.protocol.epochs} if method.papers_epochs else {}
-        settings = method.seeded(run.seed, shots=None, **epochs)
-        for key, value in self._changes(run).items():
+        changes = self._changes(run)
+        papers = method.papers_epochs and changes.get("recipe", "paper") == "paper"
+        settings = method.seeded(run.seed, shots=None, **({"epochs": self.protocol.epochs} if papers else {}))
+        for key, value in changes.items():
             settings = change(settings, key.split("."), value)
         return settings
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from selftpt.methods.clip import CLIP, ENSEMBLE
+from selftpt.methods.cocoop import COCOOP
 from selftpt.methods.coop import COOP
+from selftpt.methods.four_prompts import FOUR_PROMPTS
+from selftpt.methods.kgcoop import KGCOOP
 from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
 
 __all__ = ["METHODS", "Eyes", "Fitted", "Job", "Method", "Predictor"]
 
-METHODS: dict[str, Method] = {method.name: method for method in (CLIP, ENSEMBLE, COOP, SELF_TPT, SELF_TPT_V)}
+METHODS: dict[str, Method] = {
+    method.name: method for method in (CLIP, ENSEMBLE, COOP, COCOOP, KGCOOP, FOUR_PROMPTS, SELF_TPT, SELF_TPT_V)
+}

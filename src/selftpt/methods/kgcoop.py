@@ -1,0 +1,71 @@
+"""KgCoOp: CoOp whose class vectors are held near those of a hand-written sentence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftpt.classifier import Classifier
+from selftpt.errors import SelfTPTError
+from selftpt.losses import cross_entropy
+from selftpt.methods.contexts import class_vectors, learn_contexts
+from selftpt.methods.method import Fitted, Job, Method
+from selftpt.objective import Batch
+from selftpt.settings import ContrastConfig, TrainConfig, setting
+from selftpt.text import encode_template
+from selftpt.tokens import class_tokens
+from selftpt.training import RunFiles
+from selftpt.version import __version__
+
+
+@dataclass(frozen=True)
+class Settings:
+    """As in the authors' scripts."""
+
+    learn: TrainConfig = field(default_factory=lambda: TrainConfig(batch=128, epochs=100))
+    weight: float = setting(8.0, "weight of the distance to the hand-written sentence, λ")
+    template: str = setting(ContrastConfig.template, "the hand-written sentence")
+
+    def __post_init__(self) -> None:
+        ContrastConfig(template=self.template)
+        if not self.weight >= 0:
+            raise SelfTPTError(f"weight must be 0 or more, not {self.weight}")
+
+
+def distance(classes: Tensor, hand: Tensor) -> Tensor:
+    """1 - the mean cosine of learned [C, D] and hand-written [C, D] class features: half of the paper's Eq. 4."""
+    return 1 - F.cosine_similarity(classes, hand, dim=-1).mean()
+
+
+def loss(classes: Tensor, batch: Batch, hand: Tensor, weight: float) -> Tensor:
+    """Cross-entropy and `weight` times the distance (Eq. 5) of class features [C, D]."""
+    return cross_entropy(batch.images, classes, batch.labels, batch.scale) + weight * distance(classes, hand)
+
+
+def fit(job: Job, settings: Settings) -> Fitted:
+    """Learn on the source; the hand-written sentence is not needed any more."""
+    model, config, contrast = job.model, settings.learn, ContrastConfig(template=settings.template)
+
+    def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
+        tokens = class_tokens(model.text.tokenizer, job.teacher.names, config.length, contrast)
+        hand = encode_template(model.text, tokens, settings.template, config.chunk)
+        guided = functools.partial(loss, hand=hand, weight=settings.weight)
+        (context,) = learn_contexts(model, tokens, ["end"], features, labels, config, files, guided)
+        return {"context": context}
+
+    context = job.learned("kgcoop", settings, make)["context"]
+
+    def classify(names: Sequence[str], _template: str) -> Classifier:
+        tokens = class_tokens(model.text.tokenizer, names, config.length, contrast)
+        weights = class_vectors(model, tokens, context, "end", config.chunk)
+        origin = {"stage": "kgcoop", "selftpt": __version__}
+        return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+
+    return classify
+
+
+KGCOOP = Method("kgcoop", "coop, held near a hand-written sentence", "Yao et al., CVPR 2023", Settings(), fit)

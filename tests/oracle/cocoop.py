@@ -1,0 +1,51 @@
+"""CoCoOp by its equations: each picture's own prompt, and all classes under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tests.oracle import plain
+from tests.small import Small
+
+
+def prompt_of(image: Tensor, context: Tensor, network: Sequence[Tensor]) -> Tensor:
+    """Each vector of the context [M, d] moved by what the network makes of the picture [D]."""
+    w1, b1, w2, b2 = network
+    hidden = []
+    for row, bias in zip(w1, b1, strict=True):
+        value = sum(a * x for a, x in zip(row, image, strict=True)) + bias
+        hidden.append(value if value > 0 else value * 0)
+    moved_by = w2 @ torch.stack(hidden) + b2
+    return torch.stack([vector + moved_by for vector in context])
+
+
+def probabilities(
+    small: Small, names: Sequence[str], parameters: Sequence[Tensor], images: Tensor, tau: float
+) -> Tensor:
+    """Of pictures [B, D]: [B, C]."""
+    context, *network = parameters
+    rows = []
+    for image in images:
+        classes = plain.encode(small, "end", names, prompt_of(image, context, network))
+        rows.append(plain.probabilities(image[None], classes, tau)[0])
+    return torch.stack(rows)
+
+
+def loss(
+    small: Small, names: Sequence[str], parameters: Sequence[Tensor], images: Tensor, labels: Tensor, tau: float
+) -> Tensor:
+    """The mean of -log p of the right class."""
+    p = probabilities(small, names, parameters, images, tau)
+    return -sum(torch.log(p[i, label]) for i, label in enumerate(labels.tolist())) / len(labels)
+
+
+def gradients(
+    small: Small, names: Sequence[str], parameters: Sequence[Tensor], images: Tensor, labels: Tensor, tau: float
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss and its gradient by context and network, through everything at once."""
+    parameters = [p.detach().clone().requires_grad_() for p in parameters]
+    value = loss(small, names, parameters, images, labels, tau)
+    return value.detach(), list(torch.autograd.grad(value, parameters))

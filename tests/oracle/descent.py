@@ -1,0 +1,42 @@
+"""CoOp's descent written out: SGD with momentum and weight decay, the warm-up epoch, the cosine, whole batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Gradients = Callable[[Sequence[Tensor], Tensor, Tensor], Sequence[Tensor]]
+
+
+def descend(
+    start: Sequence[Tensor],
+    gradients: Gradients,
+    features: Tensor,
+    labels: Tensor,
+    epochs: int,
+    batch: int,
+    lr: float,
+    warmup: float,
+    seed: int = 1,
+) -> list[Tensor]:
+    """Parameters after so many epochs on features [N, crops, D] and labels [N], in float64.
+
+    gradients: of parameters, pictures [B, D] and labels [B]. Pictures come in an order drawn for each epoch.
+    """
+    parameters = [p.double().clone() for p in start]
+    speed = [torch.zeros_like(p) for p in parameters]
+    for epoch in range(epochs):
+        rate = warmup if epoch == 0 else lr * (1 + math.cos(math.pi * (epoch - 1) / epochs)) / 2
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed * 100_003 + epoch)).tolist()
+        size = min(batch, len(order))
+        for first in range(0, len(order) - size + 1, size):
+            chosen = order[first : first + size]
+            images = torch.stack([features[i, epoch % features.shape[1]] for i in chosen]).double()
+            found = gradients(parameters, images, labels[chosen])
+            for p, v, g in zip(parameters, speed, found, strict=True):
+                v.copy_(0.9 * v + g + 5e-4 * p)
+                p.sub_(rate * v)
+    return parameters

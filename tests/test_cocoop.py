@@ -1,0 +1,111 @@
+"""CoCoOp against its equations read out loud."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selftpt.losses import Head
+from selftpt.methods import cocoop as fast
+from selftpt.methods.cocoop import COCOOP, Settings, initial_network, prompts_of
+from selftpt.settings import TrainConfig
+from selftpt.text import TextEncoder
+from selftpt.tokens import tokenize
+from tests.family import OTHERS, PLAIN, changed, check_method, make_job, seen, taught, words
+from tests.oracle import cocoop
+from tests.oracle.descent import descend
+from tests.small import Small, random_prompt, relative, small
+from tests.test_objective import NAMES, SCALE, batch_of
+
+
+def network_of(model: Small) -> Head:
+    """With some hidden units on and some off."""
+    generator = torch.Generator().manual_seed(3)
+    width = model.embedding.shape[1]
+    shapes = [(4, model.spec.dimension), (4,), (width, 4), (width,)]
+    return Head(*((0.3 * torch.randn(shape, generator=generator)).to(model.embedding.dtype) for shape in shapes))
+
+
+def test_the_authors_settings() -> None:
+    assert Settings() == Settings(TrainConfig(batch=1, epochs=10, lr=0.002, length=4, words="a photo of a"))
+    assert COCOOP.cost == "1 view, all names"
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
+def test_prompts(pictures: int, length: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    images, context, network = drawn(pictures, 6), drawn(length, 5), Head(drawn(3, 6), drawn(3), drawn(5, 3), drawn(5))
+    found = prompts_of(images, context, network)
+    for image, prompt in zip(images, found, strict=True):
+        assert relative(prompt, cocoop.prompt_of(image, context, network)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "worldwide", "siglip", "clipa"])
+def test_loss_and_gradients(kind: str) -> None:
+    """Of three pictures at once, whole and in chunks."""
+    model = small(kind, torch.float64)
+    batch = batch_of(model, len(NAMES))
+    parameters = [random_prompt(model, 3), *network_of(model)]
+    wanted, by = cocoop.gradients(model, NAMES, parameters, batch.images, batch.labels, 1 / SCALE)
+    text = model.model.text
+    tokens = tokenize(NAMES, text.tokenizer, model.context)
+    for chunk in (None, 2):
+        encoder = TextEncoder(text, tokens, 3, ["end"], chunk=chunk)
+        value, found = fast.gradients(encoder, parameters, batch.images, batch.labels, SCALE)
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-9)
+        for one, other in zip(found, by, strict=True):
+            assert other.norm() > 0
+            assert relative(one, other) < 1e-9
+        assert not any(parameter.requires_grad for parameter in parameters)
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip"])
+def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From words and the drawn network; then the probabilities of other names, each picture under its own prompt."""
+    monkeypatch.setattr(fast, "NARROWING", 4)  # so small a model would have a single hidden unit
+    settings = changed(Settings(), epochs=2, lr=0.02, warmup_lr=0.01)
+    job, exact = make_job(tmp_path, kind), small(kind, torch.float64)
+    names = [name.replace("_", " ") for name in job.teacher.names]
+    tau = 1 / job.model.scale
+
+    def gradients(parameters: Any, images: Tensor, labels: Tensor) -> list[Tensor]:
+        return cocoop.gradients(exact, names, parameters, images, labels, tau)[1]
+
+    d, width = exact.spec.dimension, exact.embedding.shape[1]
+    network = initial_network(d, width, torch.Generator().manual_seed(1))
+    start = [words(exact, "a photo of a"), *network]
+    features, labels = seen(job, settings.learn)
+    wanted = descend(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
+    found = taught(COCOOP, settings, job)
+    for name, tensor, before in zip(("context", *Head._fields), wanted, start, strict=True):
+        assert (found[name] - tensor).norm() < 2e-4 * tensor.norm(), name
+        assert (tensor - before).norm() > 1e-2, name
+    shown = features[:4, :1]
+    answers = COCOOP.fit(job, settings)(OTHERS, PLAIN)(shown)
+    kept = [found[name].double() for name in ("context", *Head._fields)]
+    wanted_answers = cocoop.probabilities(exact, OTHERS, kept, shown[:, 0].double(), tau)
+    assert relative(answers, wanted_answers) < 1e-4
+
+
+@pytest.mark.parametrize(("dimension", "hidden"), [(512, 32), (24, 1), (8, 1)])
+def test_the_network_starts_as_linear_layers_of_torch_do(dimension: int, hidden: int) -> None:
+    network = initial_network(dimension, 100, torch.Generator().manual_seed(0))
+    assert [tuple(t.shape) for t in network] == [(hidden, dimension), (hidden,), (100, hidden), (100,)]
+    for tensor, inputs in zip(network, (dimension, dimension, hidden, hidden), strict=True):
+        assert tensor.abs().max() <= inputs**-0.5
+    assert network.w1.abs().max() > 0.8 * dimension**-0.5
+    assert network.w2.abs().max() > 0.8 * hidden**-0.5
+
+
+def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_method(COCOOP, changed(Settings(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)

@@ -1,0 +1,101 @@
+"""KgCoOp against its equations read out loud."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selftpt.classifier import Classifier
+from selftpt.errors import SelfTPTError
+from selftpt.methods.kgcoop import KGCOOP, Settings, distance, loss
+from selftpt.objective import prompt_gradient
+from selftpt.settings import TrainConfig
+from selftpt.text import TextEncoder, encode_template
+from selftpt.tokens import tokenize
+from tests.family import OTHERS, changed, check_method, make_job, seen, taught, words
+from tests.oracle import kgcoop, plain
+from tests.oracle.descent import descend
+from tests.small import random_prompt, relative, small
+from tests.test_objective import NAMES, SCALE, batch_of
+
+TEMPLATE = "a centered photo of {}, in the rain."
+
+
+def test_the_authors_settings() -> None:
+    assert Settings() == Settings(TrainConfig(batch=128, epochs=100, lr=0.002, length=4), 8.0, "a photo of a {}.")
+
+
+@given(st.integers(1, 7), st.integers(1, 6), st.integers(0, 2**31))
+def test_distance(classes: int, dimension: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(2, classes, dimension, generator=generator, dtype=torch.float64)
+    assert distance(a, b).item() == pytest.approx(kgcoop.distance(a, b).item(), abs=1e-12)
+    assert distance(a, 3 * a).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "worldwide", "siglip", "clipa"])
+def test_loss_and_gradient(kind: str) -> None:
+    model = small(kind, torch.float64)
+    batch, p = batch_of(model, len(NAMES)), random_prompt(model, 3).requires_grad_()
+    wanted = kgcoop.loss(model, NAMES, p, batch.images, batch.labels, 1 / SCALE, 8.0, TEMPLATE)
+    (by_prompt,) = torch.autograd.grad(wanted, p)
+    text = model.model.text
+    tokens = tokenize(NAMES, text.tokenizer, model.context)
+    guided = functools.partial(loss, batch=batch, hand=encode_template(text, tokens, TEMPLATE), weight=8.0)
+    for chunk in (None, 2):
+        encoder = TextEncoder(text, tokens, 3, ["end"], chunk=chunk)
+        value, (found,) = prompt_gradient(encoder, p.detach(), lambda classes: guided(classes[0]))
+        assert value.item() == pytest.approx(wanted.item(), rel=1e-9)
+        assert relative(found, by_prompt) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip"])
+def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> None:
+    """The first update and some more; then new class names under the learned prompt."""
+    settings = changed(Settings(template=TEMPLATE), epochs=3, batch=4, lr=0.02, warmup_lr=0.01)
+    job, exact = make_job(tmp_path, kind), small(kind, torch.float64)
+    names = [name.replace("_", " ") for name in job.teacher.names]
+
+    def gradients(parameters: Any, images: Tensor, labels: Tensor) -> list[Tensor]:
+        p = parameters[0].detach().clone().requires_grad_()
+        value = kgcoop.loss(exact, names, p, images, labels, 1 / job.model.scale, 8.0, TEMPLATE)
+        return list(torch.autograd.grad(value, p))
+
+    start = words(exact, "a photo of a")
+    (wanted,) = descend([start], gradients, *seen(job, settings.learn), epochs=3, batch=4, lr=0.02, warmup=0.01)
+    found = taught(KGCOOP, settings, job)["context"]
+    assert (found - wanted).norm() < 2e-4 * wanted.norm()
+    assert (wanted - start).norm() > 1e-2
+    classifier = KGCOOP.fit(job, settings)(OTHERS, "{} texture.")
+    assert isinstance(classifier, Classifier)
+    classes = plain.encode(exact, "end", OTHERS, found.double())
+    assert relative(classifier.weights, classes / classes.norm(dim=-1, keepdim=True)) < 1e-4
+
+
+def test_the_weight_holds_it_near(tmp_path: Path) -> None:
+    """The more weight, the nearer are the class vectors to the hand-written ones."""
+    far = []
+    for weight in (0.0, 8.0, 200.0):
+        settings = changed(Settings(weight=weight), epochs=8, batch=9, warmup_lr=0.002, words="kite")
+        classifier: Any = KGCOOP.fit(make_job(tmp_path), settings)(NAMES, "{}")
+        model = small("vit")
+        hand = plain.encode(model, "hand", NAMES, torch.zeros(0, 32), Settings.template)
+        far.append(distance(classifier.weights, hand).item())
+    assert far[0] > far[1] > far[2]
+
+
+def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_method(KGCOOP, changed(Settings(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("wrong", [{"weight": -1.0}, {"weight": float("nan")}, {"template": "no place for a name"}])
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError):
+        Settings(**wrong)
