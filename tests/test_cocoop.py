@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,6 +37,7 @@ def test_the_authors_settings() -> None:
     assert COCOOP.cost == "1 view, all names"
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
 def test_prompts(pictures: int, length: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

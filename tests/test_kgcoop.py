@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,6 +32,7 @@ def test_the_authors_settings() -> None:
     assert Settings() == Settings(TrainConfig(batch=128, epochs=100, lr=0.002, length=4), 8.0, "a photo of a {}.")
 
 
+@settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 6), st.integers(0, 2**31))
 def test_distance(classes: int, dimension: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -77,6 +78,8 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
     assert isinstance(classifier, Classifier)
     classes = plain.encode(exact, "end", OTHERS, found.double())
     assert relative(classifier.weights, classes / classes.norm(dim=-1, keepdim=True)) < 1e-4
+    classifier.save(tmp_path / "classifier")
+    assert Classifier.load(tmp_path / "classifier").origin["settings"]["template"] == TEMPLATE
 
 
 def test_the_weight_holds_it_near(tmp_path: Path) -> None:

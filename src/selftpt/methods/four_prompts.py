@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,7 +54,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
         each = [class_vectors(model, tokens, contexts[view], view, config.chunk) for view in VIEWS]
         hand = encode_template(model.text, tokens, settings.template, config.chunk)
         weights = F.normalize(torch.stack([*each, F.normalize(hand, dim=-1)]).mean(0), dim=-1)
-        origin = {"stage": "four-prompts", "selftpt": __version__}
+        origin = {"stage": "four-prompts", "settings": dataclasses.asdict(settings), "selftpt": __version__}
         return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
 
     return classify

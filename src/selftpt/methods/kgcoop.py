@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,12 +38,12 @@ class Settings:
 
 
 def distance(classes: Tensor, hand: Tensor) -> Tensor:
-    """1 - the mean cosine of learned [C, D] and hand-written [C, D] class features: half of the paper's Eq. 4."""
+    """1 - the mean cosine of learned [C, D] and hand-written [C, D] class features: the L_kg of the authors' code."""
     return 1 - F.cosine_similarity(classes, hand, dim=-1).mean()
 
 
 def loss(classes: Tensor, batch: Batch, hand: Tensor, weight: float) -> Tensor:
-    """Cross-entropy and `weight` times the distance (Eq. 5) of class features [C, D]."""
+    """L_ce + λ L_kg of class features [C, D] and hand-written ones; weight: λ."""
     return cross_entropy(batch.images, classes, batch.labels, batch.scale) + weight * distance(classes, hand)
 
 
@@ -62,7 +63,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
     def classify(names: Sequence[str], _template: str) -> Classifier:
         tokens = class_tokens(model.text.tokenizer, names, config.length, contrast)
         weights = class_vectors(model, tokens, context, "end", config.chunk)
-        origin = {"stage": "kgcoop", "selftpt": __version__}
+        origin = {"stage": "kgcoop", "settings": dataclasses.asdict(settings), "selftpt": __version__}
         return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
 
     return classify
