@@ -35,16 +35,18 @@ class Look:
     """What the image tower is shown of a picture: itself, or so many random resized crops.
 
     seed: of the crops, or None where each picture has its own, by its name and its folder's.
+    augmix: whether AugMix is applied to the crops.
     """
 
     crops: int = 0
     seed: int | None = None
     max_megapixels: float = 80
+    augmix: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """What tells it from others."""
-        return self.crops, self.seed, self.max_megapixels
+        return self.crops, self.seed, self.max_megapixels, *(["augmix"] if self.augmix else [])
 
     @property
     def views(self) -> int:
@@ -53,7 +55,8 @@ class Look:
     def __str__(self) -> str:
         if not self.crops:
             return "the picture"
-        return f"{self.crops} random crops" + ("" if self.seed is None else f", seed {self.seed}")
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"{self.crops} random crops{seed}{', AugMix' if self.augmix else ''}"
 
     def cut(self, preprocess: Preprocess, path: Path) -> Tensor | PictureError:
         """The views of a picture, uint8 [views, 3, S, S], or why there are none."""
@@ -62,7 +65,7 @@ class Look:
         except PictureError as error:
             return error
         seed = os.fsencode("/".join(path.absolute().parts[-2:])) if self.seed is None else self.seed
-        return preprocess.views(picture, self.crops, random.Random(seed), whole=not self.crops)
+        return preprocess.views(picture, self.crops, random.Random(seed), not self.crops, self.augmix)
 
 
 class FeatureStore:

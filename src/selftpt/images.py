@@ -24,6 +24,7 @@ from torch import Tensor
 from torchvision.transforms import Compose
 from torchvision.transforms.functional import pil_to_tensor
 
+from selftpt.augmix import augmix
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 
 SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif"}
@@ -159,8 +160,13 @@ class Preprocess:
         pixels: Tensor = pil_to_tensor(self._geometry(picture))
         return pixels
 
-    def views(self, picture: Image.Image, crops: int, rng: random.Random, whole: bool = True) -> Tensor:
-        """The picture itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S]."""
+    def views(
+        self, picture: Image.Image, crops: int, rng: random.Random, whole: bool = True, mixed: bool = False
+    ) -> Tensor:
+        """The picture itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S].
+
+        mixed: whether AugMix is applied to the crops.
+        """
         height, width = self.size
         views = [self(picture)] if whole else []
         for _ in range(crops):
@@ -170,7 +176,7 @@ class Preprocess:
             crop = crop.resize((width, height), self.interpolation)
             if rng.random() < 0.5:
                 crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            views.append(pil_to_tensor(crop))
+            views.append(pil_to_tensor(augmix(crop, rng) if mixed else crop))
         return torch.stack(views)
 
     def normalize(self, pixels: Tensor) -> Tensor:

@@ -1,0 +1,151 @@
+"""AugMix pixel by pixel, from the description: loops over rows and columns, no Pillow, no numpy arithmetic of arrays.
+
+Nothing here is shared with selftpt. Every operation takes rows of pixels and the numbers it was drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+Plane = list[list[int]]  # one colour: rows of values from 0 to 255
+Picture = list[Plane]
+Operation = Callable[[Picture, random.Random], Picture]
+
+
+def each_value(picture: Picture, change: Callable[[int], int]) -> Picture:
+    return [[[change(value) for value in row] for row in plane] for plane in picture]
+
+
+def posterize(picture: Picture, bits: int) -> Picture:
+    """The highest bits stay."""
+    return each_value(picture, lambda value: value // 2 ** (8 - bits) * 2 ** (8 - bits))
+
+
+def solarize(picture: Picture, threshold: int) -> Picture:
+    """What is as bright as the threshold is inverted."""
+    return each_value(picture, lambda value: value if value < threshold else 255 - value)
+
+
+def autocontrast(picture: Picture) -> Picture:
+    """Each colour is stretched to 0 to 255."""
+    planes = []
+    for plane in picture:
+        values = [value for row in plane for value in row]
+        low, high = min(values), max(values)
+        scale = 255 / (high - low) if high > low else 1
+        shift = -low * scale if high > low else 0
+        planes += each_value([plane], lambda v, scale=scale, shift=shift: max(0, min(255, int(v * scale + shift))))
+    return planes
+
+
+def equalize(picture: Picture) -> Picture:
+    """Each colour's values are spread so that all are about as common."""
+    planes = []
+    for plane in picture:
+        counts = [0] * 256
+        for row in plane:
+            for value in row:
+                counts[value] += 1
+        present = [count for count in counts if count]
+        step = (sum(present) - present[-1]) // 255 if len(present) > 1 else 0
+        if not step:
+            planes.append(plane)
+            continue
+        table, total = [], step // 2
+        for count in counts:
+            table.append(min(255, total // step))
+            total += count
+        planes += each_value([plane], lambda value, table=table: table[value])
+    return planes
+
+
+def affine(picture: Picture, a: float, b: float, c: float, d: float, e: float, f: float) -> Picture:
+    """Each pixel's middle (x, y) is looked up at (ax + by + c, dx + ey + f), between four middles; else black."""
+    height, width = len(picture[0]), len(picture[0][0])
+
+    def look(plane: Plane, column: int, row: int) -> int:
+        x, y = column + 0.5, row + 0.5
+        u, v = a * x + b * y + c, d * x + e * y + f
+        if not (0 <= u < width and 0 <= v < height):
+            return 0
+        u, v = u - 0.5, v - 0.5
+        left, upper = math.floor(u), math.floor(v)
+        columns = [min(max(i, 0), width - 1) for i in (left, left + 1)]
+        rows = [min(max(i, 0), height - 1) for i in (upper, upper + 1)]
+        above, below = (plane[i][columns[0]] + (plane[i][columns[1]] - plane[i][columns[0]]) * (u - left) for i in rows)
+        return int(above + (below - above) * (v - upper))
+
+    return [[[look(plane, column, row) for column in range(width)] for row in range(height)] for plane in picture]
+
+
+def rotate(picture: Picture, degrees: int) -> Picture:
+    """Counter-clockwise about the middle."""
+    if degrees == 0:
+        return picture
+    height, width = len(picture[0]), len(picture[0][0])
+    angle = -math.radians(degrees)
+    cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
+    x, y = width / 2, height / 2
+    return affine(picture, cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
+
+
+def mix(picture: Picture, rng: random.Random, operations: Sequence[Operation]) -> list[list[list[float]]]:
+    """One view, before it is rounded, its numbers in the order they are drawn."""
+    height, width = len(picture[0]), len(picture[0][0])
+    gammas = [rng.expovariate(1), rng.expovariate(1), rng.expovariate(1)]
+    weights = [gamma / sum(gammas) for gamma in gammas]  # Dirichlet(1, 1, 1)
+    m = rng.random()  # Beta(1, 1)
+    chains = []
+    for _ in weights:
+        x = picture
+        for _ in range(rng.randint(1, 3)):
+            x = rng.choice(operations)(x, rng)
+        chains.append(x)
+    return [
+        [
+            [
+                m * picture[p][r][c] + (1 - m) * sum(w * x[p][r][c] for w, x in zip(weights, chains, strict=True))
+                for c in range(width)
+            ]
+            for r in range(height)
+        ]
+        for p in range(3)
+    ]
+
+
+NAMES = "autocontrast equalize posterize rotate solarize shear_x shear_y translate_x translate_y".split()
+
+
+def operate(x: Picture, name: str, rng: random.Random) -> Picture:
+    height, width = len(x[0]), len(x[0][0])
+
+    def strength(most: float) -> float:
+        return rng.uniform(0.1, 1) * most / 10
+
+    def sign(value: float) -> float:
+        return -value if rng.random() > 0.5 else value
+
+    if name == "autocontrast":
+        return autocontrast(x)
+    if name == "equalize":
+        return equalize(x)
+    if name == "posterize":
+        return posterize(x, 4 - int(strength(4)))
+    if name == "rotate":
+        return rotate(x, int(sign(int(strength(30)))))
+    if name == "solarize":
+        return solarize(x, 256 - int(strength(256)))
+    if name == "shear_x":
+        return affine(x, 1, sign(strength(0.3)), 0, 0, 1, 0)
+    if name == "shear_y":
+        return affine(x, 1, 0, 0, sign(strength(0.3)), 1, 0)
+    if name == "translate_x":
+        return affine(x, 1, 0, sign(int(strength(width / 3))), 0, 1, 0)
+    return affine(x, 1, 0, 0, 0, 1, sign(int(strength(height / 3))))
+
+
+def planes(rows: Sequence[Sequence[Sequence[int]]]) -> Picture:
+    """Pixels [H, W, 3] as three colours."""
+    return [[[pixel[p] for pixel in row] for row in rows] for p in range(3)]

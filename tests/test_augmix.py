@@ -1,0 +1,108 @@
+"""AugMix of crops: by Pillow what the slow loops say, and nothing of it where it is not asked for."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from open_clip.transform import PreprocessCfg
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
+
+from selftpt.augmix import OPERATIONS, Operation, augmix
+from selftpt.features import FeatureStore, Look, shelves
+from selftpt.images import Preprocess, in_threads
+from tests import pictures
+from tests.oracle import augmix as oracle
+from tests.small import model
+
+
+def as_array(picture: oracle.Picture | list[list[list[float]]]) -> np.ndarray:
+    return np.array(picture, float).transpose(1, 2, 0)
+
+
+@pytest.mark.parametrize("place", range(len(oracle.NAMES)), ids=oracle.NAMES)
+def test_operations(place: int) -> None:
+    """Each at several strengths. Pillow steps in fixed point through sheared and turned rows: one grey level off."""
+    near = 1.01 if oracle.NAMES[place] in ("rotate", "shear_x", "shear_y") else 0
+    changed = 0.0
+    for seed in range(6):
+        picture = pictures.noise(seed, 40, 33)
+        found = np.asarray(OPERATIONS[place](picture, random.Random(seed)), float)
+        slow = oracle.operate(oracle.planes(np.asarray(picture).tolist()), oracle.NAMES[place], random.Random(seed))
+        off = np.abs(found - as_array(slow))
+        assert np.mean(off > near) < 0.01, off.max()  # a pixel on the edge may fall on either side of it
+        changed = max(changed, np.abs(found - np.asarray(picture, float)).max())
+    assert changed > 0
+
+
+def slowly(operation: Operation) -> oracle.Operation:
+    """An operation on Pillow's pictures as one on rows of pixels."""
+
+    def on_rows(rows: oracle.Picture, rng: random.Random) -> oracle.Picture:
+        picture = Image.fromarray(np.array(rows, np.uint8).transpose(1, 2, 0).copy())
+        return oracle.planes(np.asarray(operation(picture, rng)).tolist())
+
+    return on_rows
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32), width=st.integers(4, 24), height=st.integers(4, 24))
+def test_the_mix(seed: int, width: int, height: int) -> None:
+    """Of the chains of operations, which are compared above."""
+    picture = pictures.noise(seed % 1000, width, height)
+    found = augmix(picture, random.Random(seed))
+    rows = oracle.planes(np.asarray(picture).tolist())
+    wanted = as_array(oracle.mix(rows, random.Random(seed), [slowly(operation) for operation in OPERATIONS]))
+    assert found.size == picture.size
+    np.testing.assert_allclose(np.asarray(found, float), wanted, rtol=0, atol=0.501)
+
+
+def test_the_mix_of_what_no_operation_changes() -> None:
+    """Weights sum to one: a picture that all operations leave alone stays as it is, to the bit."""
+    black = Image.new("RGB", (30, 20))
+    for seed in range(20):
+        assert augmix(black, random.Random(seed)).getextrema() == ((0, 0),) * 3
+
+
+def preprocess(size: tuple[int, int] = (24, 40)) -> Preprocess:
+    return Preprocess.of({**vars(PreprocessCfg(size=size))})
+
+
+def test_views_are_mixed_crops() -> None:
+    """One generator gives the box, the flip and the mix of a crop, then those of the next."""
+    picture, cut = pictures.noise(0, 90, 50), preprocess()
+    found = cut.views(picture, 3, random.Random(5), mixed=True)
+    assert torch.equal(found[0], cut(picture))
+    rng = random.Random(5)
+    for view in found[1:]:
+        crop = cut.views(picture, 1, rng, whole=False)[0]
+        wanted = augmix(Image.fromarray(crop.permute(1, 2, 0).numpy()), rng)
+        assert torch.equal(view, pil_to_tensor(wanted))
+        assert not torch.equal(view, crop)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    cut, some = preprocess(), [pictures.noise(i, 60, 60) for i in range(12)]
+
+    def views(i: int) -> torch.Tensor:
+        return cut.views(some[i], 4, random.Random(i), mixed=True)
+
+    alone = [views(i) for i in range(12)]
+    for together, wanted in zip(in_threads(views, range(12), ahead=12, threads=4), alone, strict=True):
+        assert torch.equal(together, wanted)
+
+
+def test_its_features_are_kept_apart(tmp_path: Path) -> None:
+    """And those without it are found under the key they always had."""
+    assert Look(3, 7).key == (3, 7, 80)
+    paths = pictures.noises(tmp_path, 2)
+    plain, mixed = (FeatureStore(model(), look)(paths) for look in (Look(3, 7), Look(3, 7, augmix=True)))
+    assert not torch.allclose(plain, mixed, atol=1e-3)
+    assert torch.equal(FeatureStore(model(), Look(3, 7, augmix=True))(paths), mixed)
+    assert sorted(shelf.look for shelf in shelves()) == ["3 random crops, seed 7", "3 random crops, seed 7, AugMix"]
