@@ -38,8 +38,8 @@ DATASETS = {  # titles, in the paper's order
 }
 ORDER = (
     "clip clip-ensemble coop cocoop kgcoop proda lasp ship maple promptsrc rpo logoprompt visdesc waffleclip tpt "
-    "coop+tpt maple+tpt promptsrc+tpt difftpt coop+difftpt promptalign swapprompt four-prompts self-tpt "
-    "self-tpt-v"
+    "coop+tpt maple+tpt promptsrc+tpt c-tpt difftpt coop+difftpt promptalign swapprompt tda mta zero four-prompts "
+    "self-tpt self-tpt-v"
 ).split()
 
 ACCURACY, FIVE, ECE = (

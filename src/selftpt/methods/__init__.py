@@ -8,10 +8,24 @@ from selftpt.methods.coop import COOP
 from selftpt.methods.four_prompts import FOUR_PROMPTS
 from selftpt.methods.kgcoop import KGCOOP
 from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
+from selftpt.methods.mta import MTA
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
+from selftpt.methods.zero import ZERO
 
 __all__ = ["METHODS", "Eyes", "Fitted", "Job", "Method", "Predictor"]
 
 METHODS: dict[str, Method] = {
-    method.name: method for method in (CLIP, ENSEMBLE, COOP, COCOOP, KGCOOP, FOUR_PROMPTS, SELF_TPT, SELF_TPT_V)
+    method.name: method
+    for method in (
+        CLIP,
+        ENSEMBLE,
+        COOP,
+        COCOOP,
+        KGCOOP,
+        MTA,
+        ZERO,
+        FOUR_PROMPTS,
+        SELF_TPT,
+        SELF_TPT_V,
+    )
 }

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from selftpt.adaptation import adapt
 from selftpt.classifier import merge_views
-from selftpt.features import Look
 from selftpt.methods.method import Fitted, Job, Method, Predictor
+from selftpt.methods.views import views_of
 from selftpt.settings import AdaptConfig, LearnConfig, PredictConfig
 
 
@@ -48,11 +48,6 @@ def fit_views(job: Job, settings: ViewSettings) -> Fitted:
     return predictor
 
 
-def looks(settings: ViewSettings) -> list[Look]:
-    """The picture, and its crops as `predict` makes them."""
-    return [Look(), Look(settings.views - 1, PredictConfig.seed)] if settings.views > 1 else [Look()]
-
-
 REFERENCE = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
 SELF_TPT = Method(
     "self-tpt", "CPT and gradient matching, then CPT on the names", REFERENCE, Settings(), fit, papers_epochs=True
@@ -65,6 +60,6 @@ SELF_TPT_V = Method(
     fit_views,
     "64 views",
     "features of views",
-    looks,
+    lambda settings: views_of(settings.views),
     papers_epochs=True,
 )
