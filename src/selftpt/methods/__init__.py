@@ -10,6 +10,7 @@ from selftpt.methods.kgcoop import KGCOOP
 from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
 from selftpt.methods.mta import MTA
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
+from selftpt.methods.swapprompt import SWAPPROMPT
 from selftpt.methods.tda import TDA
 from selftpt.methods.zero import ZERO
 
@@ -23,6 +24,7 @@ METHODS: dict[str, Method] = {
         COOP,
         COCOOP,
         KGCOOP,
+        SWAPPROMPT,
         TDA,
         MTA,
         ZERO,
