@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
@@ -104,7 +103,7 @@ def keep(times: Sequence[int], classes: Sequence[int], entropies: Sequence[float
 def recall(features: Tensor, cache: Cache, values: Tensor, sharpness: float) -> Tensor:
     """What a cache says of each picture [N, C] at its time: Σ exp(-β (1 - f · f_e)) v_e over what is in it then.
 
-    A picture that enters is in it when it is asked about. features: [N, D]; values: v [N, C], 0 or 1.
+    A picture that enters is in it when it is asked about. features: [N, D]; values: v [N, C], which are 0 or 1.
     """
     said = []
     for start in range(0, len(features), BLOCK):
@@ -123,7 +122,7 @@ def adapted_logits(stream: Stream, settings: Settings) -> Tensor:
     count, classes = logits.shape
     best = logits.argmax(-1)
     positive = keep(range(count), best.tolist(), entropies.tolist(), settings.positive_shots, count)
-    told_for = recall(features, positive, F.one_hot(best, classes), settings.positive_sharpness)
+    told_for = recall(features, positive, best[:, None] == torch.arange(classes), settings.positive_sharpness)
 
     part = entropies / math.log2(classes)
     unsure = ((settings.unsure_above < part) & (part < settings.unsure_below)).nonzero()[:, 0]
