@@ -205,7 +205,7 @@ class PackedWalk:
             before = before_name(view, length)
             for size, classes in sorted(by_size.items()):
                 n, past = len(classes), tower.start
-                ahead = torch.tensor([names[i] for i in classes], device=device)
+                ahead = torch.tensor([names[i] for i in classes], dtype=torch.long, device=device)
                 position = first + before
                 if view == "front" and keep_front:
                     past, ahead = tower.constants(ahead, first, past), ahead[:, :0]

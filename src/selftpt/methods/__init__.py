@@ -9,6 +9,7 @@ from selftpt.methods.four_prompts import FOUR_PROMPTS
 from selftpt.methods.kgcoop import KGCOOP
 from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
 from selftpt.methods.mta import MTA
+from selftpt.methods.proda import PRODA
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
 from selftpt.methods.swapprompt import SWAPPROMPT
 from selftpt.methods.tda import TDA
@@ -24,6 +25,7 @@ METHODS: dict[str, Method] = {
         COOP,
         COCOOP,
         KGCOOP,
+        PRODA,
         SWAPPROMPT,
         TDA,
         MTA,
