@@ -58,14 +58,14 @@ class Look:
         seed = "" if self.seed is None else f", seed {self.seed}"
         return f"{self.crops} random crops{seed}{', AugMix' if self.augmix else ''}"
 
-    def cut(self, preprocess: Preprocess, path: Path) -> Tensor | PictureError:
-        """The views of a picture, uint8 [views, 3, S, S], or why there are none."""
+    def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | PictureError:
+        """The views of a picture, uint8 [views, 3, S, S], or of its crops only one, or why there are none."""
         try:
             picture = open_picture(path, self.max_megapixels)
         except PictureError as error:
             return error
         seed = os.fsencode("/".join(path.absolute().parts[-2:])) if self.seed is None else self.seed
-        return preprocess.views(picture, self.crops, random.Random(seed), not self.crops, self.augmix)
+        return preprocess.views(picture, self.crops, random.Random(seed), not self.crops, self.augmix, only)
 
 
 class FeatureStore:

@@ -161,22 +161,32 @@ class Preprocess:
         return pixels
 
     def views(
-        self, picture: Image.Image, crops: int, rng: random.Random, whole: bool = True, mixed: bool = False
+        self,
+        picture: Image.Image,
+        crops: int,
+        rng: random.Random,
+        whole: bool = True,
+        mixed: bool = False,
+        only: int | None = None,
     ) -> Tensor:
         """The picture itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S].
 
-        mixed: whether AugMix is applied to the crops.
+        mixed: whether AugMix is applied to the crops. only: of the crops, the one of this number.
         """
         height, width = self.size
         views = [self(picture)] if whole else []
-        for _ in range(crops):
+        for number in range(crops):
             left, upper, right, lower = box = random_box(*picture.size, rng)
+            flip = rng.random() < 0.5
+            mixing = random.Random(rng.random()) if mixed else None
+            if only not in (None, number):
+                continue
             # `crop` would do, but for the limit on pixels that Pillow has for the whole program.
             crop = picture.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
             crop = crop.resize((width, height), self.interpolation)
-            if rng.random() < 0.5:
+            if flip:
                 crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            views.append(pil_to_tensor(augmix(crop, rng) if mixed else crop))
+            views.append(pil_to_tensor(augmix(crop, mixing) if mixing else crop))
         return torch.stack(views)
 
     def normalize(self, pixels: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.features import FeatureStore, Look
+from selftpt.features import GROUP, FeatureStore, Look
 from selftpt.files import read_tensors, write_after, write_tensors
-from selftpt.images import PictureError, Source
+from selftpt.images import PictureError, Source, in_threads
 from selftpt.models import Model
 from selftpt.progress import Bar
 from selftpt.settings import TrainConfig
@@ -40,14 +40,55 @@ def source_features(
 
     Crops are as many as epochs, unless the settings say fewer. Pictures that cannot be used are left out.
     """
-    look = Look(config.crops or config.epochs, max_megapixels=config.max_megapixels)
-    features = FeatureStore(model, look, on_error)(source.paths)
-    labels = torch.tensor(source.labels)
+    features = FeatureStore(model, _look(config), on_error)(source.paths)
     usable = ~features.isnan().flatten(1).any(1)
+    return features[usable], _labels(source, usable)
+
+
+class Crops:
+    """Pixels of random crops of pictures: those of `source_features`, cut when they are asked for."""
+
+    def __init__(self, model: Model, paths: Sequence[Path], look: Look) -> None:
+        self.model, self.paths, self.look = model, paths, look
+
+    def __call__(self, chosen: Tensor, epoch: int) -> Tensor:
+        """One crop of each of the chosen pictures [B] for an epoch: uint8 [B, 3, S, S]."""
+        paths = [self.paths[i] for i in chosen.tolist()]
+        cuts = []
+        for cut in in_threads(lambda path: self._cut(path, epoch), paths, ahead=len(paths)):
+            if isinstance(cut, PictureError):
+                raise cut
+            cuts.append(cut)
+        return torch.cat(cuts)
+
+    def _cut(self, path: Path, epoch: int) -> Tensor | PictureError:
+        return self.look.cut(self.model.preprocess, path, epoch % self.look.crops)
+
+
+def source_crops(
+    model: Model, source: Source, config: TrainConfig, on_error: Callable[[PictureError], None]
+) -> tuple[Crops, Tensor]:
+    """Pixels of random crops of the source's pictures, and their labels [N], as `source_features` for features."""
+    crops, usable = Crops(model, source.paths, _look(config)), []
+    for cut in in_threads(lambda path: crops._cut(path, 0), source.paths, ahead=GROUP):
+        usable.append(isinstance(cut, Tensor))
+        if isinstance(cut, PictureError):
+            on_error(cut)
+    crops.paths = [path for path, good in zip(source.paths, usable, strict=True) if good]
+    return crops, _labels(source, torch.tensor(usable))
+
+
+def _look(config: TrainConfig) -> Look:
+    return Look(config.crops or config.epochs, max_megapixels=config.max_megapixels)
+
+
+def _labels(source: Source, usable: Tensor) -> Tensor:
+    """The labels of usable pictures [N]; refused if a class has none."""
+    labels = torch.tensor(source.labels)
     for label, name in enumerate(source.names):
         if not usable[labels == label].any():
             raise SelfTPTError(f"the class {name!r} has no picture that can be read")
-    return features[usable], labels[usable]
+    return labels[usable]
 
 
 @dataclass
@@ -102,7 +143,8 @@ def train(
     """Descend for `config.epochs`, in batches of `count` pictures.
 
     step: the pictures of a batch [B], the epoch and the step's number in it, to losses and the gradient of each of
-    the state's parameters. rate: the learning rate of an epoch, which is all of it.
+    the state's parameters. rate: the learning rate of an epoch, which is all of it; a group of the optimizer may have
+    one of its own, called "rate".
     """
     first = files.resume(state)
     steps = len(batches(count, config, 0))
@@ -110,7 +152,7 @@ def train(
         for epoch in range(first, config.epochs):
             lr = rate(epoch, config)
             for group in state.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = group.get("rate", rate)(epoch, config)
             lines = []
             for number, chosen in enumerate(batches(count, config, epoch)):
                 losses, gradients = step(chosen, epoch, number)

@@ -7,6 +7,7 @@ from selftpt.methods.cocoop import COCOOP
 from selftpt.methods.coop import COOP
 from selftpt.methods.four_prompts import FOUR_PROMPTS
 from selftpt.methods.kgcoop import KGCOOP
+from selftpt.methods.lasp import LASP
 from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
 from selftpt.methods.mta import MTA
 from selftpt.methods.proda import PRODA
@@ -26,6 +27,7 @@ METHODS: dict[str, Method] = {
         COCOOP,
         KGCOOP,
         PRODA,
+        LASP,
         SWAPPROMPT,
         TDA,
         MTA,

@@ -67,11 +67,16 @@ class Job:
         return prompt
 
     def learned(
-        self, kind: str, settings: Any, make: Callable[[Tensor, Tensor, RunFiles], dict[str, Tensor]]
+        self,
+        kind: str,
+        settings: Any,
+        make: Callable[[Any, Tensor, RunFiles], dict[str, Tensor]],
+        see: Callable[..., tuple[Any, Tensor]] = source_features,
     ) -> dict[str, Tensor]:
         """What `make` learns of the source: of crops' features [N, crops, D], labels [N]; its checkpoints go to files.
 
         kind: names the file. settings: all that decides the result, with the `learn` of a `TrainConfig`.
+        see: `source_crops` for one that learns of pixels.
         """
         file = self.file(kind, settings)
         if file.is_file():
@@ -80,10 +85,10 @@ class Job:
             return tensors
         config: TrainConfig = settings.learn
         few = self.teacher.few(config.shots, config.seed)
-        features, labels = source_features(self.model, few, config, self.on_error)
+        shown, labels = see(self.model, few, config, self.on_error)
         self.unreadable = len(few.paths) - len(labels)
         files = RunFiles(file, file.stem, self.model.id.meaningless)
-        tensors = {name: tensor.detach().cpu() for name, tensor in make(features, labels, files).items()}
+        tensors = {name: tensor.detach().cpu() for name, tensor in make(shown, labels, files).items()}
         header = {
             "model": dataclasses.asdict(self.model.id),
             "meaningless": self.model.id.meaningless,

@@ -1,0 +1,337 @@
+"""LASP: the learned embedding of a class is told among hand-written ones, and a ViT's LayerNorms are tuned."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from selftpt.classifier import Classifier
+from selftpt.errors import SelfTPTError
+from selftpt.methods.method import Fitted, Job, Method, Predictor
+from selftpt.models import Model
+from selftpt.objective import prompt_gradient
+from selftpt.prompt import initial_context
+from selftpt.settings import ContrastConfig, TrainConfig, setting
+from selftpt.text import TextEncoder, encode_template
+from selftpt.tokens import ClassTokens, class_tokens
+from selftpt.training import Crops, Losses, RunFiles, State, source_crops, source_features, train
+from selftpt.version import __version__
+from selftpt.vision import ImageTower
+
+NORMS = {"ln_1", "ln_2", "norm1", "norm2"}  # of a transformer's blocks, by open_clip and by timm
+NORMS_RATE = 0.1
+BATCH = 64  # pictures that the tuned image tower takes at once
+
+TEMPLATES = (  # of the authors' settings, one of them twice as there
+    "a photo of a {}, a type of flower.",
+    "a photo of a person doing {}.",
+    "a centered satellite photo of {}.",
+    "a photo of a {}, a type of aircraft.",
+    "{} texture.",
+    "itap of a {}.",
+    "a bad photo of the {}.",
+    "a origami {}.",
+    "a photo of the large {}.",
+    "a {} in a video game.",
+    "art of the {}.",
+    "a photo of the small {}.",
+    "a photo of a {}.",
+    "a photo of many {}.",
+    "a photo of the hard to see {}.",
+    "a low resolution photo of the {}.",
+    "a rendering of a {}.",
+    "a bad photo of the {}.",
+    "a cropped photo of the {}.",
+    "a pixelated photo of the {}.",
+    "a bright photo of the {}.",
+    "a cropped photo of a {}.",
+    "a photo of the {}.",
+    "a good photo of the {}.",
+    "a rendering of the {}.",
+    "a close-up photo of the {}.",
+    "a low resolution photo of a {}.",
+    "a rendition of the {}.",
+    "a photo of the clean {}.",
+    "a photo of a large {}.",
+    "a blurry photo of a {}.",
+    "a pixelated photo of a {}.",
+    "itap of the {}.",
+    "a jpeg corrupted photo of the {}.",
+    "a good photo of a {}.",
+)
+
+
+@dataclass(frozen=True)
+class LaspConfig(TrainConfig):
+    """The authors' recipe of most datasets."""
+
+    epochs: int = setting(25, "epochs")
+    batch: int = setting(32, "pictures a step")
+    lr: float = setting(0.032, "learning rate")
+    warmup_epochs: int = setting(3, "epochs at the rate of warm-up")
+    clip: float = setting(1.0, "largest norm of a gradient")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_epochs < 0:
+            raise SelfTPTError(f"warmup_epochs must be 0 or more, not {self.warmup_epochs}")
+        if not self.clip > 0:
+            raise SelfTPTError(f"clip must be above 0, not {self.clip}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the losses, and whether LayerNorms of the image tower are tuned, for which it must see pixels."""
+
+    learn: LaspConfig = field(default_factory=LaspConfig)
+    templates: tuple[str, ...] = setting(TEMPLATES, "hand-written sentences")
+    text: float = setting(5.0, "weight of the text-to-text loss")
+    noise: float = setting(0.05, "deviation of the noise on hand-written embeddings, in half of the steps")
+    layer_norms: bool = setting(True, "tune the LayerNorms of an image tower that is a transformer")
+
+    def __post_init__(self) -> None:
+        if not self.templates:
+            raise SelfTPTError("templates must be one or more sentences with {} for a class name")
+        for template in self.templates:
+            ContrastConfig(template=template)
+        for name in ("text", "noise"):
+            if not getattr(self, name) >= 0:
+                raise SelfTPTError(f"{name} must be 0 or more, not {getattr(self, name)}")
+
+
+def rate(epoch: int, config: LaspConfig, share: float = 1.0) -> float:
+    """A constant warm-up, then the cosine, not shortened by it; a share of it for the LayerNorms."""
+    if epoch < config.warmup_epochs:
+        return config.warmup_lr
+    return share * config.lr * (1 + math.cos(math.pi * (epoch - config.warmup_epochs) / config.epochs)) / 2
+
+
+def text_to_text(unit: Tensor, hand: Tensor, scale: float) -> Tensor:
+    """The cross-entropy of each learned class among the hand-written ones, the mean over classes and sentences.
+
+    unit: [C, D], learned embeddings; hand: [T, C, D], of T sentences, one at a time so that no [T, C, C] is kept.
+    """
+    classes = torch.arange(len(unit), device=unit.device)
+
+    def one(learned: Tensor, written: Tensor) -> Tensor:
+        return F.cross_entropy(scale * learned @ written.t(), classes)
+
+    each = [checkpoint(one, unit, written, use_reentrant=False, preserve_rng_state=False) for written in hand]
+    return torch.stack(each).mean()
+
+
+def noisy(hand: Tensor, deviation: float, seed: str) -> Tensor:
+    """Hand-written embeddings [T, C, D], in half of the cases with noise N(0, deviation)."""
+    rng = random.Random(seed)
+    if rng.random() >= 0.5:
+        return hand
+    noise = torch.randn(hand.shape, generator=torch.Generator().manual_seed(rng.getrandbits(63)))
+    return hand + deviation * noise.to(hand)
+
+
+def clipped(gradients: Sequence[Tensor], most: float) -> list[Tensor]:
+    """Gradients, made smaller together where their norm is above `most`."""
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    return [gradient * (most / (norm + 1e-6)).clamp(max=1) for gradient in gradients]
+
+
+def norms_of(model: Model) -> dict[str, Tensor]:
+    """The weights and biases of the LayerNorms in the blocks of an image tower that is a transformer, by name."""
+    visual: nn.Module = model.text.clip.visual
+    if any(isinstance(module, nn.BatchNorm2d) for module in visual.modules()):  # it convolves
+        return {}
+    return {
+        f"{name}.{part}": tensor
+        for name, module in visual.named_modules()
+        if isinstance(module, nn.LayerNorm) and name.rpartition(".")[2] in NORMS
+        for part, tensor in module.named_parameters()
+    }
+
+
+class TunedTower:
+    """The image tower with LayerNorms of its own. It shares all other weights with the model, which stays as it is."""
+
+    def __init__(self, model: Model) -> None:
+        clip = model.text.clip
+        weights = {id(tensor): tensor for tensor in itertools.chain(clip.parameters(), clip.buffers())}
+        own = copy.deepcopy(clip, weights)  # new modules, the same tensors
+        self.model, self.dtype = model, next(own.visual.parameters()).dtype
+        self.places = {}
+        for name in norms_of(model):
+            place, _, part = name.rpartition(".")
+            module = own.visual.get_submodule(place)
+            del module._parameters[part]  # it becomes an attribute
+            self.places[name] = module, part
+        self.tower = ImageTower(own)
+
+    def __call__(self, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, S, S], uint8, to unit features [B, D], with LayerNorms by the names of `norms_of`."""
+        for name, (module, part) in self.places.items():
+            setattr(module, part, norms[name].to(self.dtype))
+        shown = self.model.preprocess.normalize(pixels.to(self.model.device)).to(self.dtype)
+        return F.normalize(self.tower(shown).to(self.model.text.embedding.weight.dtype), dim=-1)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A class list ready for the losses: its encoder, and its unit embeddings in hand-written sentences [T, C, D]."""
+
+    encoder: TextEncoder
+    hand: Tensor
+
+    @classmethod
+    def of(cls, model: Model, names: Sequence[str], settings: Settings) -> Task:
+        """A class list, refused if a name does not fit."""
+        config, text = settings.learn, model.text
+        tokens = _tokens(model, names, config.length, settings.templates)
+        hand = [encode_template(text, tokens, template, config.chunk) for template in settings.templates]
+        encoder = TextEncoder(text, tokens, config.length, ("end",), chunk=config.chunk)
+        return cls(encoder, F.normalize(torch.stack(hand), dim=-1))
+
+
+def descent(
+    task: Task,
+    context: Tensor,
+    bias: Tensor,
+    norms: Sequence[Tensor],
+    images: Callable[[], Tensor],
+    labels: Tensor,
+    hand: Tensor,
+    scale: float,
+    text: float,
+) -> tuple[Losses, list[Tensor]]:
+    """Cross-entropy and `text` times the text-to-text loss, and the gradients by context, bias [1, D] and LayerNorms.
+
+    images: makes the pictures' unit features [B, D], out of the LayerNorms if there are any.
+    hand: [T, C, D], with the noise of the step.
+    """
+    losses: dict[str, float] = {}
+
+    def loss(features: Tensor) -> Tensor:
+        unit = F.normalize(features[0] + bias, dim=-1)
+        ce = F.cross_entropy(scale * images() @ unit.t(), labels)
+        told = text_to_text(unit, hand, scale)
+        losses.update(ce=ce.item(), text=told.item())
+        return ce + text * told
+
+    _, gradients = prompt_gradient(task.encoder, context, loss, [bias, *norms])
+    return losses, gradients
+
+
+def learn(
+    model: Model, names: Sequence[str], shown: Tensor | Crops, labels: Tensor, files: RunFiles, settings: Settings
+) -> dict[str, Tensor]:
+    """The context, the bias and, of pixels, the LayerNorms.
+
+    shown: features of crops [N, crops, D], or what cuts their pixels. labels: [N].
+    """
+    config, device = settings.learn, model.device
+    task = Task.of(model, names, settings)
+    context = initial_context(model, config.length, config.words, torch.Generator().manual_seed(config.seed))
+    bias = torch.zeros(1, model.dimension, device=device)
+    norms, tower = {}, None
+    if not isinstance(shown, Tensor):
+        norms = {name: tensor.clone().float() for name, tensor in norms_of(model).items()}
+        tower = TunedTower(model)
+    first = [context.to(device), bias]
+    groups: list[dict[str, Any]] = [{"params": first}]
+    if norms:
+        slower = {"rate": lambda epoch, _: rate(epoch, config, NORMS_RATE)}
+        groups.append({"params": list(norms.values()), **slower})
+    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    state = State([*first, *norms.values()], optimizer)
+
+    def step(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
+        def images() -> Tensor:
+            if isinstance(shown, Tensor):
+                return shown[chosen, epoch % shown.shape[1]].to(device)
+            assert tower is not None
+            return tower(norms, shown(chosen, epoch))
+
+        hand = noisy(task.hand, settings.noise, f"noise {config.seed} {epoch} {number}")
+        context, bias, *tuned = state.parameters
+        losses, gradients = descent(
+            task, context, bias, tuned, images, labels[chosen].to(device), hand, model.scale, settings.text
+        )
+        return losses, clipped(gradients, config.clip)
+
+    train(state, step, len(labels), config, files, lambda epoch, _: rate(epoch, config))
+    return {"context": state.parameters[0], "bias": bias, **norms}
+
+
+def classify(model: Model, names: Sequence[str], context: Tensor, bias: Tensor, chunk: int | None) -> Classifier:
+    """The classifier [C, D] of a learned context [M, d] and bias [1, D]."""
+    tokens = _tokens(model, names, len(context))
+    with torch.no_grad():
+        features = TextEncoder(model.text, tokens, len(context), ("end",), chunk=chunk)(context.to(model.device))[0]
+        weights = F.normalize(features + bias.to(model.device), dim=-1)
+    origin = {"stage": "lasp", "selftpt": __version__}
+    return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+
+
+def _tokens(model: Model, names: Sequence[str], length: int, templates: Sequence[str] = ("{}",)) -> ClassTokens:
+    """Class names with room for the prompt and the longest of the sentences."""
+    tokenizer = model.text.tokenizer
+
+    def size(template: str) -> int:
+        before, after = template.split("{}")
+        return len(tokenizer.encode(before)) + len(tokenizer.encode(after, after="photo"))
+
+    return class_tokens(tokenizer, names, length, ContrastConfig(template=max(templates, key=size)))
+
+
+def pixels(settings: Settings, model: Model) -> bool:
+    """Whether LayerNorms are tuned."""
+    return settings.layer_norms and bool(norms_of(model))
+
+
+def fit(job: Job, settings: Settings) -> Fitted:
+    """What is learned of the source; for class names, a classifier, behind the tuned image tower if there is one."""
+    model, tunes = job.model, pixels(settings, job.model)
+
+    def make(shown: Tensor | Crops, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
+        return learn(model, job.teacher.names, shown, labels, files, settings)
+
+    learned = job.learned("lasp", settings, make, source_crops if tunes else source_features)
+    context, bias, norms = learned.pop("context"), learned.pop("bias"), learned
+
+    def plain(names: Sequence[str], _template: str) -> Classifier:
+        return classify(model, names, context, bias, settings.learn.chunk)
+
+    if not tunes:
+        return plain
+    tower = TunedTower(model)
+    tuned = {name: tensor.to(model.device) for name, tensor in norms.items()}
+
+    def behind(names: Sequence[str], template: str) -> Predictor:
+        classifier = plain(names, template)
+
+        @torch.no_grad()
+        def predict(shown: Tensor) -> Tensor:
+            features = torch.cat([tower(tuned, some) for some in shown.flatten(0, 1).split(BATCH)])
+            return classifier(features.cpu().unflatten(0, shown.shape[:2]))
+
+        return predict
+
+    return behind
+
+
+LASP = Method(
+    "lasp",
+    "a prompt told among hand-written ones; LayerNorms",
+    "Bulat and Tzimiropoulos, CVPR 2023",
+    Settings(),
+    fit,
+    needs="pixels if the image tower is a transformer, else features",
+    pixels=pixels,
+)
