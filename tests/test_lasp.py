@@ -25,6 +25,7 @@ from selftpt.methods.lasp import (
     Task,
     TunedTower,
     classify,
+    clipped,
     descent,
     learn,
     noisy,
@@ -183,6 +184,12 @@ def test_learning_equals_a_loop_of_plain_steps(of_pixels: bool, tmp_path: Path) 
     for (name, one), wanted, was in zip(found.items(), parameters, start, strict=True):
         assert relative(one.detach() - was, wanted - was) < 1e-2, name
         assert relative(was, wanted) > 1e-3, name
+
+
+def test_only_long_gradients_are_clipped() -> None:
+    short, long = [torch.tensor([0.3]), torch.tensor([0.4, 0.0])], [torch.tensor([3.0]), torch.tensor([4.0, 0.0])]
+    assert [g.tolist() for g in clipped(short, 1.0)] == [g.tolist() for g in short]
+    assert torch.cat(clipped(long, 2.0)).tolist() == pytest.approx([1.2, 1.6, 0.0], rel=1e-5)
 
 
 def test_noise_comes_in_half_of_the_steps() -> None:
