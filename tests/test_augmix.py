@@ -75,16 +75,18 @@ def preprocess(size: tuple[int, int] = (24, 40)) -> Preprocess:
 
 
 def test_views_are_mixed_crops() -> None:
-    """One generator gives the box, the flip and the mix of a crop, then those of the next."""
+    """One generator gives the box, the flip and the mix of a crop, then those of the next; also for one of them."""
     picture, cut = pictures.noise(0, 90, 50), preprocess()
     found = cut.views(picture, 3, random.Random(5), mixed=True)
     assert torch.equal(found[0], cut(picture))
     rng = random.Random(5)
     for view in found[1:]:
         crop = cut.views(picture, 1, rng, whole=False)[0]
-        wanted = augmix(Image.fromarray(crop.permute(1, 2, 0).numpy()), rng)
+        wanted = augmix(Image.fromarray(crop.permute(1, 2, 0).numpy()), random.Random(rng.random()))
         assert torch.equal(view, pil_to_tensor(wanted))
         assert not torch.equal(view, crop)
+    alone = cut.views(picture, 3, random.Random(5), whole=False, mixed=True, only=1)
+    assert torch.equal(alone, found[2:3])
 
 
 def test_threads_do_not_disturb_each_other() -> None:

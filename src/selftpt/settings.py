@@ -27,20 +27,23 @@ def setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _above(low: float, settings: Any, *names: str) -> None:
+def above(low: float, settings: Any, *names: str) -> None:
+    """Refuse settings of which one of these is not above `low`; None is what is not set."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value > low:
             raise SelfTPTError(f"{name} must be above {low:g}, not {value}")
 
 
-def _at_least(low: float, settings: Any, *names: str) -> None:
+def at_least(low: float, settings: Any, *names: str) -> None:
+    """Refuse settings of which one of these is below `low`."""
     for name in names:
         if not getattr(settings, name) >= low:
             raise SelfTPTError(f"{name} must be {low:g} or more, not {getattr(settings, name)}")
 
 
-def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of the choices."""
     if value not in choices:
         raise SelfTPTError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -63,13 +66,13 @@ class ContrastConfig:
 
     def __post_init__(self) -> None:
         for view in self.views:
-            _one_of("view", view, get_args(CptView))
+            one_of("view", view, get_args(CptView))
         if len(self.views) < 2 or len(set(self.views)) != len(self.views):
             raise SelfTPTError(f"CPT needs two or more different views, not {' '.join(self.views) or 'none'}")
         if self.template.count("{}") != 1:
             raise SelfTPTError(f"the template {self.template!r} must have one {{}} where the class name goes")
-        _one_of("reduction", self.reduction, get_args(Reduction))
-        _above(0, self, "temperature")
+        one_of("reduction", self.reduction, get_args(Reduction))
+        above(0, self, "temperature")
 
     @property
     def learned(self) -> tuple[View, ...]:
@@ -96,9 +99,9 @@ class TrainConfig:
     max_megapixels: float = setting(80, "larger pictures are refused")
 
     def __post_init__(self) -> None:
-        _above(0, self, "length", "epochs", "batch", "lr", "warmup_lr", "max_megapixels")
-        _above(0, self, "shots", "crops", "chunk")
-        _at_least(0, self, "momentum", "weight_decay")
+        above(0, self, "length", "epochs", "batch", "lr", "warmup_lr", "max_megapixels")
+        above(0, self, "shots", "crops", "chunk")
+        at_least(0, self, "momentum", "weight_decay")
         _check_seed(self.seed)
         if self.momentum >= 1:
             raise SelfTPTError(f"momentum must be below 1, not {self.momentum}")
@@ -120,10 +123,10 @@ class LearnConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _above(0, self, "projection", "hidden")
-        _above(1, self, "classes_per_step")
-        _at_least(0, self, "ce", "cpt", "gm", "decay")
-        _one_of("matching", self.matching, get_args(Matching))
+        above(0, self, "projection", "hidden")
+        above(1, self, "classes_per_step")
+        at_least(0, self, "ce", "cpt", "gm", "decay")
+        one_of("matching", self.matching, get_args(Matching))
         if self.decay >= 1:
             raise SelfTPTError(f"decay must be below 1, not {self.decay}")
         if self.ce == self.cpt == self.gm == 0:
@@ -147,9 +150,9 @@ class AdaptConfig:
     chunk: int | None = setting(256, "classes walked at once, longer lists in parts; 0 walks all at once")
 
     def __post_init__(self) -> None:
-        _at_least(0, self, "steps", "momentum", "weight_decay")
-        _above(0, self, "lr", "chunk")
-        _one_of("vectors", self.vectors, get_args(ClassVectors))
+        at_least(0, self, "steps", "momentum", "weight_decay")
+        above(0, self, "lr", "chunk")
+        one_of("vectors", self.vectors, get_args(ClassVectors))
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class PredictConfig:
     max_megapixels: float = setting(80, "larger pictures are refused")
 
     def __post_init__(self) -> None:
-        _above(0, self, "top", "views", "confident", "batch", "max_megapixels")
+        above(0, self, "top", "views", "confident", "batch", "max_megapixels")
         _check_seed(self.seed)
         if self.confident > 1:
             raise SelfTPTError(f"confident is a share of the views, at most 1, not {self.confident}")
@@ -182,8 +185,8 @@ class BenchConfig:
     )
 
     def __post_init__(self) -> None:
-        _above(0, self, "shots", "share", "limit")
-        _above(1, self, "source_classes")
+        above(0, self, "shots", "share", "limit")
+        above(1, self, "source_classes")
         if self.share > 1:
             raise SelfTPTError(f"share is a part of the pictures, at most 1, not {self.share}")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from selftpt.adaptation import zero_shot
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import views_of
-from selftpt.settings import PredictConfig, _above, _at_least
+from selftpt.settings import PredictConfig, above, at_least
 
 ROUNDS = 5  # of the whole, and of each of its two steps
 NEIGHBOURS = 0.3  # of the other views, those that a view's bandwidth is measured by
@@ -33,8 +33,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         PredictConfig(views=self.views)
-        _at_least(0, self, "affinity")
-        _above(0, self, "spread")
+        at_least(0, self, "affinity")
+        above(0, self, "spread")
 
 
 def squared_bandwidth(features: Tensor) -> Tensor:

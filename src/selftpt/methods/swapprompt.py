@@ -16,7 +16,7 @@ from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.models import Model
 from selftpt.objective import prompt_gradient
 from selftpt.prompt import initial_context
-from selftpt.settings import ContrastConfig, PredictConfig, TrainConfig, _at_least, setting
+from selftpt.settings import ContrastConfig, PredictConfig, TrainConfig, at_least, setting
 from selftpt.text import TextEncoder, encode_template
 from selftpt.tokens import class_tokens
 from selftpt.training import Losses, RunFiles, State, train
@@ -36,7 +36,7 @@ class Settings(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least(0, self, "swap", "pseudo", "decay")
+        at_least(0, self, "swap", "pseudo", "decay")
         if self.decay >= 1:
             raise SelfTPTError(f"decay must be below 1, not {self.decay}")
         if self.swap == self.pseudo == 0:

@@ -15,7 +15,7 @@ from selftpt.adaptation import zero_shot
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import choose_views, confident_views, entropy, views_of
-from selftpt.settings import PredictConfig, _above, _at_least
+from selftpt.settings import PredictConfig, above, at_least
 
 BLOCK = 512  # pictures that are compared with the caches at once
 CONFIDENT = 0.1  # the share of the views that is averaged, if there are several
@@ -48,9 +48,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         PredictConfig(views=self.views, seed=self.seed)
-        _above(0, self, "positive_shots", "negative_shots")
-        _at_least(0, self, "positive_weight", "negative_weight", "positive_sharpness", "negative_sharpness")
-        _at_least(0, self, "unsure_above", "possible_above")
+        above(0, self, "positive_shots", "negative_shots")
+        at_least(0, self, "positive_weight", "negative_weight", "positive_sharpness", "negative_sharpness")
+        at_least(0, self, "unsure_above", "possible_above")
         if self.unsure_below <= self.unsure_above:
             raise SelfTPTError(f"unsure_below must be above unsure_above, {self.unsure_above:g}")
 
