@@ -14,7 +14,7 @@ from open_clip.tokenizer import HFTokenizer
 from torch import Tensor
 
 from selftpt.settings import VIEWS
-from selftpt.text import PackedWalk, PlainWalk, TextEncoder, TextTower, before_name, encode_template
+from selftpt.text import PackedWalk, PlainWalk, TextEncoder, TextTower, before_name, encode_pairs, encode_template
 from selftpt.tokens import ClassTokens, Tokenizer, tokenize
 from tests.oracle import plain
 from tests.small import KINDS, SHORT, SPECS, Small, names_of, random_prompt, relative, small
@@ -316,3 +316,19 @@ def test_tokenizers_that_write_spaces(style: str, tmp_path: Path) -> None:
     for template in ("a photo of a {}.", "a {} on the road"):
         wanted = clip.encode_text(tokenizer([template.format(name) for name in names]))
         assert relative(encode_template(tower, tokens, template), wanted) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_for_each_name(kind: str) -> None:
+    """Each sentence has a prompt and a name of its own, and a gradient by its own prompt alone."""
+    model = small(kind, torch.float64)
+    for length in (1, 4):
+        names = mixed(model, length)[:5]
+        prompts = torch.stack([random_prompt(model, length, seed) for seed in range(5)])
+        ours, theirs = prompts.clone().requires_grad_(), prompts.clone().requires_grad_()
+        found = encode_pairs(model.model.text, ours, tokens_of(model, names).ids)
+        wanted = torch.cat([plain.encode(model, "end", [n], p) for n, p in zip(names, theirs, strict=True)])
+        assert relative(found, wanted) < 1e-9
+        u = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype)
+        gradients = [torch.autograd.grad(f, p, u)[0] for f, p in ((found, ours), (wanted, theirs))]
+        assert relative(*gradients) < 1e-9

@@ -177,6 +177,7 @@ def _attend(q: Tensor, before: KeyValue, k: Tensor, v: Tensor) -> Tensor:
 class PackedWalk:
     """The short way, for some classes: shared prefixes, no padding, only the end rows leave the last block.
 
+    names: token ids; -1 - k among them is the k-th prompt vector.
     keep_front: keep the keys and values of `start name` in the front view, which do not depend on the prompt.
     """
 
@@ -234,29 +235,26 @@ class PackedWalk:
 
 
 class PlainWalk:
-    """open_clip's own text encoder over every position, the prompt put in place of stand-in tokens."""
+    """open_clip's own text encoder over every position, the prompt put in place of stand-in tokens.
+
+    names: token ids; -1 - k among them is the k-th prompt vector.
+    """
 
     def __init__(
         self, tower: TextTower, names: Sequence[Sequence[int]], tail: Sequence[int], length: int, views: Sequence[View]
     ) -> None:
         self.tower = tower
         self.shape = (len(views), len(names))
-        stand_in = tower.tokenizer.encode("photo")[0]  # an ordinary token: neither padding nor an end
         sentences: list[list[int]] = []
-        rows: list[int] = []
-        index: list[int] = []
+        prompt = [-1 - k for k in range(length)]  # the k-th prompt vector, where an id would stand
         for view in views:
             before = before_name(view, length)
             for name in names:
-                at = len(sentences) * tower.tokenizer.context + len(tower.tokenizer.start)
-                places = [*range(before), *range(before + len(name), length + len(name))]
-                sentence = [stand_in] * before + list(name) + [stand_in] * (length - before) + list(tail)
-                sentences.append(tower.tokenizer.sentence(sentence))
-                rows += [at + place for place in places]
-                index += range(length)
-        self.ids = torch.tensor(sentences, device=tower.device)
-        self.rows = torch.tensor(rows, dtype=torch.long, device=tower.device)
-        self.index = torch.tensor(index, dtype=torch.long, device=tower.device)
+                sentences.append(tower.tokenizer.sentence([*prompt[:before], *name, *prompt[before:], *tail]))
+        ids = torch.tensor(sentences, device=tower.device)
+        self.rows = (ids.flatten() < 0).nonzero()[:, 0]
+        self.index = -1 - ids.flatten()[self.rows]
+        self.ids = ids.where(ids >= 0, tower.tokenizer.encode("photo")[0])  # neither padding nor an end
 
     def __call__(self, prompt: Tensor) -> Tensor:
         """Prompt [M, d] to features [views, classes, D]."""
@@ -271,6 +269,28 @@ class PlainWalk:
         finally:
             hook.remove()
         return features.view(*self.shape, -1)
+
+
+def _walk(
+    tower: TextTower,
+    names: Sequence[Sequence[int]],
+    tail: Sequence[int],
+    length: int,
+    views: Sequence[View],
+    keep_front: bool,
+) -> PackedWalk | PlainWalk:
+    """The shortest way that computes what the tower computes."""
+    if tower.short:
+        return PackedWalk(tower, names, tail, length, views, keep_front)
+    return PlainWalk(tower, names, tail, length, views)
+
+
+def encode_pairs(tower: TextTower, prompts: Tensor, names: Sequence[Sequence[int]], tail: str = ".") -> Tensor:
+    """Features [B, D] of B sentences, each with a prompt of its own [B, M, d] before the token ids of its name."""
+    slots = (-1 - torch.arange(prompts[..., 0].numel())).view(prompts.shape[:2]).tolist()
+    sentences = [[*slot, *name] for slot, name in zip(slots, names, strict=True)]
+    ending = tower.tokenizer.encode(tail, after="photo")
+    return _walk(tower, sentences, ending, 0, ("end",), keep_front=False)(prompts.flatten(0, 1))[0]
 
 
 class TextEncoder:
@@ -300,9 +320,7 @@ class TextEncoder:
 
         def walk(classes: Tensor) -> PackedWalk | PlainWalk:
             names = [tokens.ids[i] for i in classes.tolist()]
-            if tower.short:
-                return PackedWalk(tower, names, ending, length, views, keep_front=self.whole)
-            return PlainWalk(tower, names, ending, length, views)
+            return _walk(tower, names, ending, length, views, keep_front=self.whole)
 
         self.chunks = by_size.split(size)
         self.walks = [walk(classes) for classes in self.chunks]
