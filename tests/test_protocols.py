@@ -351,8 +351,11 @@ def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
     """By seed the same; records are JSON; the model is left as it was."""
     before = {key: value.clone() for key, value in model().text.clip.state_dict().items()}
     kept = []
+    descriptors = tmp_path / "descriptors.json"
+    descriptors.write_text(json.dumps({name: ["sand"] for name in read_dataset("eurosat", data).test.names}))
+    changes = {**EPOCHS, "coop.epochs": 2, "views": 4, "descriptors": str(descriptors)}
     for out in ("first", "second"):
-        runner = bench("base-to-new", data, tmp_path / out)
+        runner = bench("base-to-new", data, tmp_path / out, changes=changes)
         kept += do(runner, [name], ["eurosat"], [1])
     assert plain(kept[:1]) == plain(kept[1:])
     assert json.loads((tmp_path / "first" / "records.jsonl").read_text()) == kept[0]

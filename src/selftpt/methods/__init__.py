@@ -14,6 +14,8 @@ from selftpt.methods.proda import PRODA
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
 from selftpt.methods.swapprompt import SWAPPROMPT
 from selftpt.methods.tda import TDA
+from selftpt.methods.visdesc import VISDESC
+from selftpt.methods.waffleclip import WAFFLECLIP
 from selftpt.methods.zero import ZERO
 
 __all__ = ["METHODS", "Eyes", "Fitted", "Job", "Method", "Predictor"]
@@ -28,6 +30,8 @@ METHODS: dict[str, Method] = {
         KGCOOP,
         PRODA,
         LASP,
+        VISDESC,
+        WAFFLECLIP,
         SWAPPROMPT,
         TDA,
         MTA,
