@@ -12,6 +12,7 @@ from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
 from selftpt.methods.mta import MTA
 from selftpt.methods.proda import PRODA
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
+from selftpt.methods.ship import SHIP
 from selftpt.methods.swapprompt import SWAPPROMPT
 from selftpt.methods.tda import TDA
 from selftpt.methods.visdesc import VISDESC
@@ -30,6 +31,7 @@ METHODS: dict[str, Method] = {
         KGCOOP,
         PRODA,
         LASP,
+        SHIP,
         VISDESC,
         WAFFLECLIP,
         SWAPPROMPT,

@@ -1,0 +1,247 @@
+"""SHIP: the generator against its slow twin, and CoOp on what it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selftpt.adaptation import adapt
+from selftpt.classifier import Classifier
+from selftpt.errors import SelfTPTError
+from selftpt.images import Source, read_folder
+from selftpt.learning import learn_from_features
+from selftpt.methods import METHODS, Job, ship
+from selftpt.methods.ship import (
+    Autoencoder,
+    CoopConfig,
+    GeneratorConfig,
+    Settings,
+    generated_features,
+    generator_step,
+    initial_autoencoder,
+    learn_generator,
+)
+from selftpt.prompt import Prompt
+from selftpt.settings import AdaptConfig, LearnConfig
+from selftpt.tokens import class_tokens, tokenize
+from selftpt.training import RunFiles, source_features
+from tests.folders import make_photos
+from tests.oracle import plain
+from tests.oracle import ship as slow
+from tests.small import Small, model, relative, small
+
+NAMES = ["cat", "red kite", "bird on the lake"]
+GENERATOR = GeneratorConfig(epochs=2, batch=2, encoder=7, generator=9, length=3)
+QUICK = Settings(GENERATOR, CoopConfig(epochs=2, lr=0.1, warmup_lr=0.1))
+
+
+def ids_of(tiny: Small, names: list[str]) -> tuple[tuple[int, ...], ...]:
+    return tokenize(names, tiny.model.text.tokenizer, tiny.context).ids
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def large_autoencoder(tiny: Small) -> Autoencoder:
+    """As at the start, but with weights and biases that matter."""
+    first = initial_autoencoder(tiny.model, GENERATOR)
+    return Autoencoder(*(t.double() + 0.3 * drawn(*t.shape, seed=i) for i, t in enumerate(first)))
+
+
+@pytest.mark.parametrize("kind", ["vit", "custom-text", "layerscale", "worldwide", "siglip", "coca"])
+def test_losses_and_gradients(kind: str) -> None:
+    tiny = small(kind, torch.float64)
+    vae, d = large_autoencoder(tiny), tiny.spec.dimension
+    images, noise = F.normalize(drawn(4, d, seed=20), dim=-1), drawn(4, d, seed=21)
+    names = [NAMES[i] for i in (0, 2, 1, 0)]
+    wanted_losses = slow.loss(tiny, vae, images, noise, names)
+    wanted = slow.gradients(tiny, vae, images, noise, names)
+    for chunk in (None, 3):
+        losses, found = generator_step(tiny.model, vae, images, noise, ids_of(tiny, names), chunk)
+        assert list(losses.values()) == pytest.approx([loss.item() for loss in wanted_losses], rel=1e-9)
+        for name, one, other in zip(Autoencoder._fields, found, wanted, strict=True):
+            assert relative(one, other) < 1e-8, name
+
+
+def test_learning_equals_a_loop_of_plain_steps(tmp_path: Path) -> None:
+    tiny, fast = small("vit", torch.float64), small("vit")
+    config = dataclasses.replace(GENERATOR, lr=0.01, warmup_lr=0.005)
+    features, labels = F.normalize(drawn(5, 2, tiny.spec.dimension), dim=-1), torch.tensor([0, 1, 2, 0, 1])
+    files = RunFiles(tmp_path / "g", "", False)
+    found = learn_generator(fast.model, ids_of(fast, NAMES), features.float(), labels, config, files)
+
+    parameters = [tensor.double() for tensor in initial_autoencoder(tiny.model, config)]
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
+    number = 0
+    for epoch, lr in enumerate((0.005, 0.01)):
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(config.seed * 100_003 + epoch))
+        for step in range(2):  # the fifth picture is left over
+            chosen = order[2 * step : 2 * step + 2]
+            generator = ship.seeded(f"noise 1 {epoch} {step}")
+            noise = torch.randn(2, tiny.spec.dimension, generator=generator).double()
+            names = [NAMES[label] for label in labels[chosen].tolist()]
+            by = slow.gradients(tiny, parameters, features[chosen, epoch], noise, names)
+            number += 1
+            slow.adamw(parameters, moments, by, number, lr)
+    for name, one, other in zip(Autoencoder._fields, found, parameters, strict=True):
+        assert relative(one, other) < 2e-3, name
+    first = initial_autoencoder(tiny.model, config)
+    assert all(relative(one, other) > 1e-2 for one, other in zip(found, first, strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "g.log.jsonl").read_text().splitlines()]
+    assert [set(line) for line in lines] == [{"epoch", "step", "lr", "reconstruction", "divergence"}] * 4
+
+
+def test_the_start() -> None:
+    vae = initial_autoencoder(model(), dataclasses.replace(GENERATOR, encoder=200, generator=300))
+    D, d = model().dimension, model().text.width
+    assert [tuple(t.shape) for t in vae] == [
+        (3, d), (200, D), (200,), (D, 200), (D,), (D, 200), (D,), (300, D), (300,), (d, 300), (d,)
+    ]  # fmt: skip
+    assert all(t.std() == pytest.approx(0.02, rel=0.3) for t in vae if t.ndim == 2)
+    assert all(not t.any() for t in vae if t.ndim == 1)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_generated_features(chunk: int | None) -> None:
+    """Each name has its own share, unit vectors of z drawn in order, whatever the chunks."""
+    tiny = small("vit", torch.float64)
+    vae, config = large_autoencoder(tiny), dataclasses.replace(GENERATOR, chunk=chunk)
+    vae = Autoencoder(*(tensor.float() for tensor in vae))
+    found = generated_features(model(), vae, ids_of(tiny, NAMES), 2, 3, config)
+    z = torch.randn(18, tiny.spec.dimension, generator=ship.seeded("generate 1")).view(6, 3, -1)
+    for i, crops in enumerate(z):
+        for j, one in enumerate(crops):
+            wanted = slow.make(tiny, [t.double() for t in vae], one.double(), NAMES[i // 2])
+            assert relative(found[i, j], wanted) < 1e-4
+
+
+def job(folder: Path, source: Source) -> Job:
+    return Job(model(), source, folder / "learned", lambda error: None)
+
+
+def classifier(job: Job, names: list[str], settings: Settings = QUICK) -> Classifier:
+    made = METHODS["ship"].fit(job, settings)(names, "a photo of a {}.")
+    assert isinstance(made, Classifier)
+    return made
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return read_folder(make_photos(tmp_path_factory.mktemp("photos")))
+
+
+def real(source: Source) -> tuple[Tensor, Tensor]:
+    return source_features(model(), source, GENERATOR, lambda error: None)
+
+
+def coop(names: list[str], features: Tensor, labels: Tensor) -> Prompt:
+    config = LearnConfig(cpt=0, gm=0, epochs=2, batch=512, lr=0.1, warmup_lr=0.1, momentum=0, weight_decay=0)
+    tokens = class_tokens(model().text.tokenizer, names, 4, config.contrast)
+    return learn_from_features(model(), tokens, features, labels, config)
+
+
+def test_new_names_are_learned_from_generated_features(source: Source, tmp_path: Path) -> None:
+    """By hand: nine real features, three of each of four new names, one CoOp over all names, asked for some."""
+    asked = ["Red  Fox", "wolf", "old bear", "lion", "duck"]
+    found = classifier(job(tmp_path, source), asked)
+    features, labels = real(source)
+    tiny = small("vit")
+    vae = learn_generator(
+        model(), ids_of(tiny, list(source.names)), features, labels, GENERATOR, RunFiles(None, "", False)
+    )
+    made = generated_features(model(), vae, ids_of(tiny, asked[1:]), 3, 2, GENERATOR)
+    assert len(labels) == 9
+    everything = torch.cat([features, made]), torch.cat([labels, torch.tensor([3] * 3 + [4] * 3 + [5] * 3 + [6] * 3)])
+    prompt = coop([*source.names, *asked[1:]], *everything)
+    wanted = adapt(model(), prompt, asked, AdaptConfig(steps=0))
+    assert found.names == ("Red Fox", "wolf", "old bear", "lion", "duck")
+    assert torch.allclose(found.weights, wanted.weights, atol=1e-6)
+    fewer = adapt(model(), coop(list(source.names), features, labels), asked, AdaptConfig(steps=0))
+    assert not torch.allclose(found.weights, fewer.weights, atol=1e-4), "what is generated makes no difference"
+
+
+def test_without_new_names_it_is_coop(source: Source, tmp_path: Path) -> None:
+    found = classifier(job(tmp_path, source), ["Kite", "red_fox"])
+    prompt = coop(list(source.names), *real(source))
+    wanted = adapt(model(), prompt, ["kite", "red fox"], AdaptConfig(steps=0))
+    assert torch.allclose(found.weights, wanted.weights, atol=1e-6)
+
+
+def test_what_was_learned_is_found_again(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["kite", "wolf"]
+    first = classifier(job(tmp_path, source), asked)
+    others = classifier(job(tmp_path, source), ["kite", "lion"])
+    assert not torch.equal(others.weights[0], first.weights[0]), "the prompt of other names"
+    other = dataclasses.replace(QUICK, coop=CoopConfig(epochs=1))
+    kept = [path.name for path in (tmp_path / "learned").glob("ship-generator-*")]
+    classifier(job(tmp_path, source), asked, other)
+    assert [path.name for path in (tmp_path / "learned").glob("ship-generator-*")] == kept, "learned anew"
+
+    def never(*_: object) -> None:
+        raise AssertionError("it learns again")
+
+    monkeypatch.setattr(ship, "learn_generator", never)
+    monkeypatch.setattr(ship, "learn_from_features", never)
+    assert torch.equal(classifier(job(tmp_path, source), asked).weights, first.weights)
+    monkeypatch.undo()
+    assert torch.equal(classifier(job(tmp_path / "elsewhere", source), asked).weights, first.weights)
+    seeded = dataclasses.replace(QUICK, learn=dataclasses.replace(GENERATOR, seed=2))
+    assert not torch.equal(classifier(job(tmp_path, source), asked, seeded).weights, first.weights)
+
+
+def test_a_killed_generator_goes_on_to_the_same_bits(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = classifier(job(tmp_path / "whole", source), ["kite", "wolf"])
+    keep = RunFiles.keep
+
+    def stop(self: RunFiles, *rest: object) -> None:
+        keep(self, *rest)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFiles, "keep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        classifier(job(tmp_path, source), ["kite", "wolf"])
+    monkeypatch.setattr(RunFiles, "keep", keep)
+    assert list((tmp_path / "learned").glob("*.checkpoint"))
+    assert torch.equal(classifier(job(tmp_path, source), ["kite", "wolf"]).weights, first.weights)
+    assert not list((tmp_path / "learned").glob("*.checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (GeneratorConfig, {"encoder": 0}),
+        (GeneratorConfig, {"generator": -1}),
+        (GeneratorConfig, {"epochs": 0}),
+        (CoopConfig, {"epochs": 0}),
+        (CoopConfig, {"momentum": 1.0}),
+    ],
+)
+def test_wrong_settings_are_refused(kind: type, wrong: dict[str, float]) -> None:
+    with pytest.raises(SelfTPTError):
+        kind(**wrong)
+
+
+@pytest.mark.parametrize("names", [["cat"], ["cat", ""], "cat"])
+def test_wrong_names_are_refused_before_coop_learns(names: list[str], source: Source, tmp_path: Path) -> None:
+    with pytest.raises(SelfTPTError):
+        classifier(job(tmp_path, source), names)
+    assert not list((tmp_path / "learned").glob("ship-prompt*"))
+
+
+def test_the_oracle_has_the_bias_on_every_vector() -> None:
+    """A zero generator leaves the prompt as it is; a bias moves all its vectors alike."""
+    tiny = small("vit", torch.float64)
+    vae = large_autoencoder(tiny)
+    still = vae._replace(shift=torch.zeros_like(vae.shift), shift_bias=torch.ones_like(vae.shift_bias))
+    wanted = plain.encode(tiny, "end", ["cat"], vae.context + 1)[0]
+    z = torch.zeros(1, tiny.spec.dimension).double()
+    assert relative(still.generate(tiny.model, z, ids_of(tiny, ["cat"]))[0], slow.unit(wanted)) < 1e-9
