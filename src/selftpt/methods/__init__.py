@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from selftpt.methods.c_tpt import C_TPT
 from selftpt.methods.clip import CLIP, ENSEMBLE
 from selftpt.methods.cocoop import COCOOP
 from selftpt.methods.coop import COOP
@@ -15,6 +16,7 @@ from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
 from selftpt.methods.ship import SHIP
 from selftpt.methods.swapprompt import SWAPPROMPT
 from selftpt.methods.tda import TDA
+from selftpt.methods.tpt import COOP_TPT, TPT
 from selftpt.methods.visdesc import VISDESC
 from selftpt.methods.waffleclip import WAFFLECLIP
 from selftpt.methods.zero import ZERO
@@ -34,6 +36,9 @@ METHODS: dict[str, Method] = {
         SHIP,
         VISDESC,
         WAFFLECLIP,
+        TPT,
+        COOP_TPT,
+        C_TPT,
         SWAPPROMPT,
         TDA,
         MTA,
