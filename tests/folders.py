@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip import create_model
@@ -39,4 +40,11 @@ def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale
             path = folder / name / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (48, 40), rng.randbytes(48 * 40 * 3)).save(path)
+    return folder
+
+
+def make_generated(folder: Path, pictures: Sequence[Path], each: int) -> Path:
+    """A folder of what a diffusion model might have made of pictures, as DiffTPT looks for it."""
+    for path in pictures:
+        make_photos(folder / path.parent.name, (path.name,), each)
     return folder

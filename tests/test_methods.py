@@ -22,7 +22,7 @@ from selftpt.methods.prediction import MethodPredictor, chosen_settings
 from selftpt.models import Model, _digest
 from selftpt.settings import kind_of
 from tests.commands import Run, refused
-from tests.folders import make_model, make_photos
+from tests.folders import make_generated, make_model, make_photos
 from tests.small import model
 
 NAMES = ("red fox", "blue whale", "kite")
@@ -55,7 +55,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("world")
     source = read_folder(make_photos(folder / "source", each=2))
     (folder / "descriptors.json").write_text(json.dumps({name: ["red", "a tail"] for name in (*NAMES, *THINGS)}))
-    return World(folder, source, pictures_in(make_photos(folder / "asked", ("x", "y"), each=2)))
+    asked = pictures_in(make_photos(folder / "asked", ("x", "y"), each=2))
+    make_generated(folder / "generated", asked, SMALL["views"] - 1)
+    return World(folder, source, asked)
 
 
 def fail(error: PictureError) -> None:
@@ -64,7 +66,7 @@ def fail(error: PictureError) -> None:
 
 def small_settings(name: str, world: World, **more: Any) -> Any:
     method = METHODS[name]
-    own = {"descriptors": str(world.folder / "descriptors.json")}
+    own = {key: str(world.folder / file) for key, file in (("descriptors", "descriptors.json"), ("generated",) * 2)}
     changes = {key: value for key, value in (SMALL | own).items() if kind_of(method.settings, key.split("."))}
     return chosen_settings(method, changes | more)
 

@@ -29,7 +29,7 @@ from selftpt.methods import METHODS
 from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig, PredictConfig, change, kind_of
 from selftpt.training import RunFiles
 from tests.commands import Run, refused
-from tests.folders import make_model, make_photos
+from tests.folders import make_generated, make_model, make_photos
 from tests.small import model
 from tests.trees import WNIDS, make_tree, rows_of
 
@@ -350,10 +350,12 @@ def test_too_few_classes(data: Path, tmp_path: Path) -> None:
 def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
     """By seed the same; records are JSON; the model is left as it was."""
     before = {key: value.clone() for key, value in model().text.clip.state_dict().items()}
+    generated = make_generated(tmp_path / "generated", read_dataset("eurosat", data).test.paths, each=3)
     kept = []
     descriptors = tmp_path / "descriptors.json"
     descriptors.write_text(json.dumps({name: ["sand"] for name in read_dataset("eurosat", data).test.names}))
     changes = {**EPOCHS, "coop.epochs": 2, "views": 4, "descriptors": str(descriptors)}
+    changes["generated"] = str(generated)
     for out in ("first", "second"):
         runner = bench("base-to-new", data, tmp_path / out, changes=changes)
         kept += do(runner, [name], ["eurosat"], [1])

@@ -58,6 +58,10 @@ class Look:
         seed = "" if self.seed is None else f", seed {self.seed}"
         return f"{self.crops} random crops{seed}{', AugMix' if self.augmix else ''}"
 
+    def stamp(self, path: Path) -> Stamp:
+        """What tells a picture, and is no longer the same when the look at it has changed."""
+        return stamp(path)
+
     def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | PictureError:
         """The views of a picture, uint8 [views, 3, S, S], or of its crops only one, or why there are none."""
         try:
@@ -83,7 +87,7 @@ class FeatureStore:
 
     def __call__(self, paths: Sequence[Path]) -> Tensor:
         """The unit features of pictures: [N, views, D], NaN for one that cannot be used, which `on_error` is told."""
-        stamps = [stamp(path) for path in paths]
+        stamps = [self.look.stamp(path) for path in paths]
         size = max(1, min(GROUP, 320 // self.look.views))
         missing = [i for i, one in enumerate(stamps) if one not in self.kept]
         cuts = in_threads(lambda i: self.look.cut(self.model.preprocess, paths[i]), missing, ahead=size)
@@ -142,7 +146,7 @@ class FeatureStore:
         self.kept.update(zip(map(tuple, header["pictures"]), tensors["features"], strict=True))
 
 
-def stamp(path: Path) -> tuple[str | int, ...]:
+def stamp(path: Path) -> Stamp:
     """What tells a picture, and is no longer the same when it has changed."""
     try:
         stat = path.stat()

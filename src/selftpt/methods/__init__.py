@@ -6,6 +6,7 @@ from selftpt.methods.c_tpt import C_TPT
 from selftpt.methods.clip import CLIP, ENSEMBLE
 from selftpt.methods.cocoop import COCOOP
 from selftpt.methods.coop import COOP
+from selftpt.methods.difftpt import COOP_DIFFTPT, DIFFTPT
 from selftpt.methods.four_prompts import FOUR_PROMPTS
 from selftpt.methods.kgcoop import KGCOOP
 from selftpt.methods.lasp import LASP
@@ -39,6 +40,8 @@ METHODS: dict[str, Method] = {
         TPT,
         COOP_TPT,
         C_TPT,
+        DIFFTPT,
+        COOP_DIFFTPT,
         SWAPPROMPT,
         TDA,
         MTA,
