@@ -11,6 +11,8 @@ from open_clip import create_model
 from PIL import Image
 from safetensors.torch import save_file
 
+from tests.pictures import noise
+
 CONFIG = {
     "model_cfg": {
         "embed_dim": 16,
@@ -44,7 +46,10 @@ def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale
 
 
 def make_generated(folder: Path, pictures: Sequence[Path], each: int) -> Path:
-    """A folder of what a diffusion model might have made of pictures, as DiffTPT looks for it."""
-    for path in pictures:
-        make_photos(folder / path.parent.name, (path.name,), each)
+    """A folder of what a diffusion model might have made of pictures, as DiffTPT looks for it; all are different."""
+    for i, path in enumerate(pictures):
+        place = folder / path.parent.name / path.name
+        place.mkdir(parents=True)
+        for k in range(each):
+            noise(i * each + k).save(place / f"{k:02d}.png")
     return folder

@@ -286,9 +286,11 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.
 def test_a_long_list_is_classified_in_chunks_as_at_once(kind: str) -> None:
     names = names_of([1, 3, 2, 5, 1, 2, 4])
     context, bias = random_prompt(small(kind), 3), bias_of(small(kind))
-    whole, chunked = (classify(model(kind), names, context, bias, chunk).weights for chunk in (None, 2))
+    whole, chunked = (
+        classify(model(kind), names, context, bias, Settings(LaspConfig(chunk=chunk))).weights for chunk in (None, 2)
+    )
     assert relative(chunked, whole) < 1e-5
-    two = classify(model(kind), names[:2], context, bias, None).weights
+    two = classify(model(kind), names[:2], context, bias, Settings()).weights
     assert relative(two, whole[:2]) < 1e-5
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from selftpt import learning, training
+from selftpt import training
 from selftpt.classifier import Classifier
 from selftpt.images import PictureError, Source, pictures_in, read_folder
 from selftpt.methods import METHODS, Eyes, Job, Method, Predictor
@@ -31,6 +31,7 @@ THINGS = tuple(f"thing {i}" for i in range(1000))
 SMALL = {  # of all methods that have such settings
     "learn.epochs": 2,
     "learn.batch": 2,
+    "batch": 2,
     "coop.epochs": 2,
     "views": 8,
     "prompts": 4,
@@ -38,7 +39,7 @@ SMALL = {  # of all methods that have such settings
 }
 
 every_method = pytest.mark.parametrize("name", METHODS)
-those_that_learn = pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.learns])
+SEEDS = {name: "learn.seed" if method.learns else "seed" for name, method in METHODS.items() if method.draws}
 
 
 @dataclass
@@ -108,9 +109,9 @@ def test_probabilities_the_same_each_time(name: str, world: World, tmp_path: Pat
     assert torch.equal(Asked(name, world, tmp_path / "second").answer(), first)
 
 
-@those_that_learn
-def test_another_seed_learns_another(name: str, world: World, tmp_path: Path) -> None:
-    answers = [Asked(name, world, tmp_path, **{"learn.seed": seed}).answer() for seed in (1, 2)]
+@pytest.mark.parametrize("name", SEEDS)
+def test_another_seed_answers_another(name: str, world: World, tmp_path: Path) -> None:
+    answers = [Asked(name, world, tmp_path, **{SEEDS[name]: seed}).answer() for seed in (1, 2)]
     assert not torch.equal(*answers)
 
 
@@ -129,12 +130,10 @@ def test_what_was_learned_is_found_again(
     before = Asked(name, world, tmp_path)
     answer = before.answer()
 
-    def never(*_: object, **__: object) -> None:
+    def never(*_: object) -> None:
         raise AssertionError("it learns again")
 
-    if name != "ship":  # learns for the names that it is asked about
-        monkeypatch.setattr(learning, "train", never)
-        monkeypatch.setattr(training, "train", never)
+    monkeypatch.setattr(training.RunFiles, "finish", never)
     assert torch.equal(Asked(name, world, tmp_path).answer(), answer)
     predictor = before.predictor()
     if isinstance(predictor, Classifier):
@@ -212,10 +211,11 @@ def test_predict_is_the_method_itself(predict: Run, place: Path) -> None:
     from selftpt.models import load_model
 
     eyes = load_model(str(place / "model"), device="cpu")
-    ready = MethodPredictor(eyes, METHODS["clip"], METHODS["clip"].settings, ["cat", "dog"], "{} it is.")
-    wanted = [list(p.probabilities) for p in ready.predict(pictures_in(place / "photos" / "kite"))]
-    answer = predict("clip", "--names", "cat,dog", "--template", "{} it is.", "--json")
-    assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == wanted
+    for name, template in (("clip", "{} it is."), ("waffleclip", SENTENCE)):
+        ready = MethodPredictor(eyes, METHODS[name], METHODS[name].settings, ["cat", "dog"], template)
+        wanted = [list(p.probabilities) for p in ready.predict(pictures_in(place / "photos" / "kite"))]
+        answer = predict(name, "--names", "cat,dog", "--template", template, "--json")
+        assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == wanted
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,12 @@ def test_predict_is_the_method_itself(predict: Run, place: Path) -> None:
         (["clip", "--names", "cat,dog", "--source", "photos"], ["clip", "--source"]),
         (["clip", "--names", "cat,dog", "--set", "learn.lr=1"], ["clip", "learn.lr"]),
         (["clip", "--names", "cat,dog", "--views", "4"], ["--views"]),
+        (["waffleclip", "--names", "cat,dog", "--seed", "4"], ["--seed", "--set"]),
+        (["lasp", "--names", "cat,dog", "--set", "templates=5"], ["templates", "5"]),
+        (["lasp", "--names", "cat,dog", "--set", "templates=[1]"], ["templates", "1"]),
+        (["coop", "--names", "cat,dog", "--set", "learn.lr=true"], ["lr", "True"]),
+        (["visdesc", "--names", "cat,dog"], ["descriptors"]),
+        (["tpt", "--names", "cat,dog", "--set", "lr=1e30"], ["lower the rate"]),
         (["clip", "--names", "cat,dog", "--template", "a photo."], ["{}"]),
         (["clip", "--names", "cat,dog", "--classifier", "file"], ["--classifier", "--method"]),
     ],
@@ -239,10 +245,28 @@ def test_a_senseless_wish_is_refused(predict: Run, arguments: list[str], words: 
 def test_a_bad_picture_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path, ("a",), each=2)
     (photos / "a" / "0.png").write_text("no picture")
-    answer = run("predict", photos, "--model", place / "model", "--method", "clip", "--names", "cat,dog", "--json")
-    assert answer.code == 0
-    assert [Path(json.loads(line)["path"]).name for line in answer.out.splitlines()] == ["1.png"]
-    assert "0.png" in answer.err
+    command = ["predict", photos, "--model", place / "model", "--names", "cat,dog", "--json", "--method"]
+    for method in (["clip"], ["zero", "--set", "views=2"]):  # with one look and with two
+        answer = run(*command, *method)
+        assert answer.code == 0
+        assert [Path(json.loads(line)["path"]).name for line in answer.out.splitlines()] == ["1.png"]
+        assert [line for line in answer.err.splitlines() if "0.png" in line][1:] == []
+        assert "1 of 2 pictures were left out" in answer.err
+
+
+@pytest.mark.parametrize("method", ["clip", "tda"])
+def test_no_picture(run: Run, place: Path, method: str) -> None:
+    refused(run("predict", "-", "--model", place / "model", "--method", method, "--names", "cat,dog"), "no picture")
+
+
+@pytest.mark.parametrize("name", ["coop", "kgcoop"])
+def test_only_unreadable_pictures_are_counted(name: str, world: World, tmp_path: Path) -> None:
+    """Not those that are beyond the number of shots, neither when it is learned nor when it is found again."""
+    settings = small_settings(name, world, **{"learn.shots": 1})
+    for _ in range(2):
+        job = Job(model(), world.source, tmp_path, fail)
+        METHODS[name].fit(job, settings)
+        assert job.unreadable == 0
 
 
 def test_pixels_are_shown_as_they_are(world: World, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_the_classifier_is_the_mean_embedding(kind: str) -> None:
         exact = small(kind, torch.float64)
         wanted = oracle.mean_embedding(exact, names, contexts.double())
         for chunk in (None, 2):
-            found = mean_embedding(tiny.model, contexts, names, chunk)
+            found = mean_embedding(tiny.model, contexts, names, Settings(TrainConfig(chunk=chunk)))
             assert relative(found.weights, wanted) < 1e-5
             assert found.names == tuple(names)
     assert (found.weights.norm(dim=-1) < 0.999).all()
@@ -236,7 +236,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     tiny = small("layerscale")  # 32 positions
     with pytest.raises(SelfTPTError, match=r"too long: 14 tokens, .* room for 13"):
-        mean_embedding(tiny.model, contexts_of(tiny, 4, 16), [*NAMES, names_of([14])[0]], None)
+        mean_embedding(tiny.model, contexts_of(tiny, 4, 16), [*NAMES, names_of([14])[0]], Settings())
 
 
 def test_the_table_has_it() -> None:

@@ -7,6 +7,7 @@ answered at once.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -78,6 +79,9 @@ class ContrastConfig:
     def learned(self) -> tuple[View, ...]:
         """Those of the views that have soft prompts."""
         return tuple(view for view in VIEWS if view in self.views)
+
+
+PROMPT_ALONE = ContrastConfig(views=VIEWS)  # for what has no hand-written sentence: names need no room for one
 
 
 @dataclass(frozen=True)
@@ -207,11 +211,14 @@ def change(settings: Any, path: Sequence[str], value: Any) -> Any:
     if rest:
         return dataclasses.replace(settings, **{name: change(getattr(settings, name), rest, value)})
     kind = get_type_hints(type(settings))[name]
+    allowed: Any = {tuple: (str, list), Literal: str}.get(get_origin(kind), kind)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    elif value == 0 and value is not False and isinstance(kind, types.UnionType):
+        value = None
+    whole = not isinstance(value, list) or all(isinstance(part, str) for part in value)
+    if not whole or not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise SelfTPTError(f"the setting {name} is of type {getattr(kind, '__name__', kind)}, it cannot be {value!r}")
     if get_origin(kind) is tuple:
         value = tuple(value.split(",") if isinstance(value, str) else value)
-    elif kind is float and isinstance(value, int):
-        value = float(value)
-    allowed = {tuple: tuple, Literal: str}.get(get_origin(kind), kind)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise SelfTPTError(f"the setting {name} is of type {getattr(kind, '__name__', kind)}, it cannot be {value!r}")
     return dataclasses.replace(settings, **{name: value})

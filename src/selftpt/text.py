@@ -285,11 +285,11 @@ def _walk(
     return PlainWalk(tower, names, tail, length, views)
 
 
-def encode_pairs(tower: TextTower, prompts: Tensor, names: Sequence[Sequence[int]], tail: str = ".") -> Tensor:
+def encode_pairs(tower: TextTower, prompts: Tensor, names: Sequence[Sequence[int]]) -> Tensor:
     """Features [B, D] of B sentences, each with a prompt of its own [B, M, d] before the token ids of its name."""
     slots = (-1 - torch.arange(prompts[..., 0].numel())).view(prompts.shape[:2]).tolist()
     sentences = [[*slot, *name] for slot, name in zip(slots, names, strict=True)]
-    ending = tower.tokenizer.encode(tail, after="photo")
+    ending = tower.tokenizer.encode(".", after="photo")
     return _walk(tower, sentences, ending, 0, ("end",), keep_front=False)(prompts.flatten(0, 1))[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +43,7 @@ def source_features(
     """
     features = FeatureStore(model, _look(config), on_error)(source.paths)
     usable = ~features.isnan().flatten(1).any(1)
-    return features[usable], _labels(source, usable)
+    return features if usable.all() else features[usable], _labels(source, usable)
 
 
 class Crops:
@@ -89,6 +90,11 @@ def _labels(source: Source, usable: Tensor) -> Tensor:
         if not usable[labels == label].any():
             raise SelfTPTError(f"the class {name!r} has no picture that can be read")
     return labels[usable]
+
+
+def seeded(text: str) -> torch.Generator:
+    """A generator of its own for every text."""
+    return torch.Generator().manual_seed(random.Random(text).getrandbits(63))
 
 
 @dataclass

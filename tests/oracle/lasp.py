@@ -61,11 +61,11 @@ def clip(gradients: Sequence[Tensor], most: float) -> list[Tensor]:
 
 def noise(hand: Sequence[Sequence[Tensor]], deviation: float, seed: str) -> list[list[Tensor]]:
     """Noise on every coordinate, or in half of the steps none."""
-    rng = random.Random(seed)
-    if rng.random() >= 0.5:
+    generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))
+    if torch.rand((), generator=generator).item() >= 0.5:
         return [list(sentence) for sentence in hand]
     shape = len(hand), len(hand[0]), len(hand[0][0])
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(rng.getrandbits(63)))
+    drawn = torch.randn(shape, generator=generator)
     return [
         [h + deviation * drawn[t, c].to(h.dtype) for c, h in enumerate(sentence)] for t, sentence in enumerate(hand)
     ]

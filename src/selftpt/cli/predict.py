@@ -69,8 +69,8 @@ def command(
     if (classifier is None) == (method is None):
         raise SelfTPTError("give either --classifier FILE, which `selftpt adapt` makes, or --method with --names")
     if classifier is not None:
-        if names is not None or names_file is not None or source is not None or set:
-            raise SelfTPTError("--names, --source and --set are for --method: a classifier has its names")
+        if names or names_file or source or set or template != ContrastConfig.template:
+            raise SelfTPTError("--names, --template, --source and --set are for --method: a classifier has its names")
         paths = listed(pictures)
         from selftpt.classifier import Classifier
 
@@ -79,14 +79,16 @@ def command(
         made.model_id.check(model, f"the classifier {classifier}")
         show_classified(dataclasses.replace(made, model=model), paths, config, form)
         return
-    if (config.views, config.confident) != (1, 1.0):
-        raise SelfTPTError("--views and --confident are for --classifier: a method has its own, see --set")
+    if config != PredictConfig(top=config.top):
+        raise SelfTPTError(
+            "--views, --confident, --seed, --batch and --max-megapixels are for --classifier: a method has --set"
+        )
     wanted = read_names(names, names_file)
     paths = list(listed(pictures))
     from selftpt.methods.prediction import MethodPredictor, chosen_method, chosen_settings
 
     asked = chosen_method(method or "")
-    settings = chosen_settings(asked, dict(parse_setting(text) for text in set or []), config.seed)
+    settings = chosen_settings(asked, dict(parse_setting(text) for text in set or []))
     if asked.learns and source is None:
         raise SelfTPTError(f"{method} learns from labelled pictures: give --source FOLDER, with a folder a class")
     if source is not None and not asked.learns:

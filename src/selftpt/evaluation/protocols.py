@@ -21,6 +21,7 @@ from selftpt.errors import SelfTPTError
 from selftpt.evaluation.measures import harmonic, measure
 from selftpt.evaluation.memory import forget_peak, peak_megabytes
 from selftpt.evaluation.runs import Record, Runs
+from selftpt.features import stamp
 from selftpt.files import digest
 from selftpt.images import PictureError, Source, warn_of
 from selftpt.methods import METHODS, Eyes, Fitted, Job, Predictor
@@ -89,7 +90,7 @@ class Bench:
         self._read: dict[str, Dataset] = {}
         self._sources: dict[tuple[str, int], tuple[Source, Record]] = {}
         self._fitted: tuple[object, Fitted, int] | None = None
-        self._unreadable: set[str] = set()
+        self._unreadable = 0
         self._eyes = Eyes(self.model, self._report)
 
     def dataset(self, name: str) -> Dataset:
@@ -152,7 +153,8 @@ class Bench:
         facts, source = self.facts(run), self.source_of(run)
         learned_from = source and self._listed(self.protocol.source or run.dataset, source[0])
         tests = [(part, self._listed(run.dataset, test)) for part, test in self._parts(run)]
-        return digest(__version__, facts, learned_from, tests)
+        read = [stamp(file) for file in METHODS[run.method].reads(self.settings(run))]
+        return digest(__version__, facts, learned_from, tests, *([read] if read else []))
 
     def _listed(self, dataset: str, source: Source) -> object:
         root = self.dataset(dataset).root
@@ -165,7 +167,7 @@ class Bench:
         forget_peak(self.model.device)
         encoded, clock = self.model.encoded, Clock()
         fitted, unreadable = self._fit(run, settings, clock)
-        self._unreadable = set()
+        self._unreadable = 0
         results: dict[str, Any] = {}
         for part, test in self._parts(run):
             with clock("adapt"):
@@ -181,7 +183,7 @@ class Bench:
                     "split": data.split,
                     "published": data.published,
                     "limit": self.config.limit,
-                    "unreadable": len(self._unreadable),
+                    "unreadable": self._unreadable,
                 },
                 "results": results,
                 "seconds": clock.seconds,
@@ -264,9 +266,8 @@ class Bench:
         return measure(torch.cat(answers), torch.tensor(test.labels)[torch.cat(seen)])
 
     def _report(self, error: PictureError) -> None:
-        if str(error) not in self._unreadable:  # each look tells of it
-            self._unreadable.add(str(error))
-            self.on_error(error)
+        self._unreadable += 1
+        self.on_error(error)
 
 
 class Clock:

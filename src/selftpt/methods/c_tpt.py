@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from selftpt.errors import SelfTPTError
 from selftpt.methods import tpt
 from selftpt.methods.method import Fitted, Job, Method
-from selftpt.settings import setting
+from selftpt.settings import at_least, setting
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,7 @@ class Settings(tpt.Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.dispersion >= 0:
-            raise SelfTPTError(f"dispersion must be 0 or more, not {self.dispersion}")
+        at_least(0, self, "dispersion")
 
 
 def dispersion(vectors: Tensor) -> Tensor:

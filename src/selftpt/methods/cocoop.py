@@ -14,7 +14,7 @@ from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.objective import prompt_gradient
 from selftpt.progress import Bar
 from selftpt.prompt import initial_context
-from selftpt.settings import ContrastConfig, TrainConfig
+from selftpt.settings import PROMPT_ALONE, TrainConfig
 from selftpt.text import TextEncoder
 from selftpt.tokens import class_tokens
 from selftpt.training import Losses, RunFiles, State, train
@@ -73,7 +73,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
     model, config = job.model, settings.learn
 
     def encode(names: Sequence[str]) -> TextEncoder:
-        tokens = class_tokens(model.text.tokenizer, names, config.length, ContrastConfig(views=("end", "front")))
+        tokens = class_tokens(model.text.tokenizer, names, config.length, PROMPT_ALONE)
         return TextEncoder(model.text, tokens, config.length, ["end"], chunk=config.chunk)
 
     def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:

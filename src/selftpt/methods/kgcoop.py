@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
-from selftpt.errors import SelfTPTError
 from selftpt.losses import cross_entropy
 from selftpt.methods.contexts import class_vectors, learn_contexts
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.objective import Batch
-from selftpt.settings import ContrastConfig, TrainConfig, setting
+from selftpt.settings import PROMPT_ALONE, ContrastConfig, TrainConfig, at_least, setting
 from selftpt.text import encode_template
 from selftpt.tokens import class_tokens
 from selftpt.training import RunFiles
@@ -33,8 +32,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         ContrastConfig(template=self.template)
-        if not self.weight >= 0:
-            raise SelfTPTError(f"weight must be 0 or more, not {self.weight}")
+        at_least(0, self, "weight")
 
 
 def distance(classes: Tensor, hand: Tensor) -> Tensor:
@@ -61,7 +59,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
     context = job.learned("kgcoop", settings, make)["context"]
 
     def classify(names: Sequence[str], _template: str) -> Classifier:
-        tokens = class_tokens(model.text.tokenizer, names, config.length, contrast)
+        tokens = class_tokens(model.text.tokenizer, names, config.length, PROMPT_ALONE)
         weights = class_vectors(model, tokens, context, "end", config.chunk)
         origin = {"stage": "kgcoop", "settings": dataclasses.asdict(settings), "selftpt": __version__}
         return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)

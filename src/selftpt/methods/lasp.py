@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,10 @@ from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.models import Model
 from selftpt.objective import prompt_gradient
 from selftpt.prompt import initial_context
-from selftpt.settings import ContrastConfig, TrainConfig, setting
+from selftpt.settings import PROMPT_ALONE, ContrastConfig, TrainConfig, above, at_least, setting
 from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import ClassTokens, class_tokens
-from selftpt.training import Crops, Losses, RunFiles, State, source_crops, source_features, train
+from selftpt.tokens import class_tokens
+from selftpt.training import Crops, Losses, RunFiles, State, seeded, source_crops, source_features, train
 from selftpt.version import __version__
 from selftpt.vision import ImageTower
 
@@ -83,10 +83,8 @@ class LaspConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup_epochs < 0:
-            raise SelfTPTError(f"warmup_epochs must be 0 or more, not {self.warmup_epochs}")
-        if not self.clip > 0:
-            raise SelfTPTError(f"clip must be above 0, not {self.clip}")
+        at_least(0, self, "warmup_epochs")
+        above(0, self, "clip")
 
 
 @dataclass(frozen=True)
@@ -104,9 +102,7 @@ class Settings:
             raise SelfTPTError("templates must be one or more sentences with {} for a class name")
         for template in self.templates:
             ContrastConfig(template=template)
-        for name in ("text", "noise"):
-            if not getattr(self, name) >= 0:
-                raise SelfTPTError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        at_least(0, self, "text", "noise")
 
 
 def rate(epoch: int, config: LaspConfig, share: float = 1.0) -> float:
@@ -132,10 +128,10 @@ def text_to_text(unit: Tensor, hand: Tensor, scale: float) -> Tensor:
 
 def noisy(hand: Tensor, deviation: float, seed: str) -> Tensor:
     """Hand-written embeddings [T, C, D], in half of the cases with noise N(0, deviation)."""
-    rng = random.Random(seed)
-    if rng.random() >= 0.5:
+    generator = seeded(seed)
+    if torch.rand((), generator=generator) >= 0.5:
         return hand
-    noise = torch.randn(hand.shape, generator=torch.Generator().manual_seed(rng.getrandbits(63)))
+    noise = torch.randn(hand.shape, generator=generator)
     return hand + deviation * noise.to(hand)
 
 
@@ -193,7 +189,8 @@ class Task:
     def of(cls, model: Model, names: Sequence[str], settings: Settings) -> Task:
         """A class list, refused if a name does not fit."""
         config, text = settings.learn, model.text
-        tokens = _tokens(model, names, config.length, settings.templates)
+        longest = max(settings.templates, key=lambda template: len(text.tokenizer.encode(template)))
+        tokens = class_tokens(text.tokenizer, names, config.length, ContrastConfig(template=longest))
         hand = [encode_template(text, tokens, template, config.chunk) for template in settings.templates]
         encoder = TextEncoder(text, tokens, config.length, ("end",), chunk=config.chunk)
         return cls(encoder, F.normalize(torch.stack(hand), dim=-1))
@@ -269,25 +266,14 @@ def learn(
     return {"context": state.parameters[0], "bias": bias, **norms}
 
 
-def classify(model: Model, names: Sequence[str], context: Tensor, bias: Tensor, chunk: int | None) -> Classifier:
+def classify(model: Model, names: Sequence[str], context: Tensor, bias: Tensor, settings: Settings) -> Classifier:
     """The classifier [C, D] of a learned context [M, d] and bias [1, D]."""
-    tokens = _tokens(model, names, len(context))
+    tokens = class_tokens(model.text.tokenizer, names, len(context), PROMPT_ALONE)
+    encoder = TextEncoder(model.text, tokens, len(context), ("end",), chunk=settings.learn.chunk)
     with torch.no_grad():
-        features = TextEncoder(model.text, tokens, len(context), ("end",), chunk=chunk)(context.to(model.device))[0]
-        weights = F.normalize(features + bias.to(model.device), dim=-1)
-    origin = {"stage": "lasp", "selftpt": __version__}
+        weights = F.normalize(encoder(context.to(model.device))[0] + bias.to(model.device), dim=-1)
+    origin = {"stage": "lasp", "settings": dataclasses.asdict(settings), "selftpt": __version__}
     return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
-
-
-def _tokens(model: Model, names: Sequence[str], length: int, templates: Sequence[str] = ("{}",)) -> ClassTokens:
-    """Class names with room for the prompt and the longest of the sentences."""
-    tokenizer = model.text.tokenizer
-
-    def size(template: str) -> int:
-        before, after = template.split("{}")
-        return len(tokenizer.encode(before)) + len(tokenizer.encode(after, after="photo"))
-
-    return class_tokens(tokenizer, names, length, ContrastConfig(template=max(templates, key=size)))
 
 
 def pixels(settings: Settings, model: Model) -> bool:
@@ -306,7 +292,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
     context, bias, norms = learned.pop("context"), learned.pop("bias"), learned
 
     def plain(names: Sequence[str], _template: str) -> Classifier:
-        return classify(model, names, context, bias, settings.learn.chunk)
+        return classify(model, names, context, bias, settings)
 
     if not tunes:
         return plain

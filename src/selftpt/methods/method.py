@@ -63,7 +63,7 @@ class Job:
         prompt = (
             Prompt.load(file) if before else learn(self.model, self.teacher, config, out=file, on_error=self.on_error)
         )
-        self._count(prompt.origin["pictures"], file if before else None)
+        self._count(config, prompt.origin["pictures"], file if before else None)
         return prompt
 
     def learned(
@@ -81,13 +81,13 @@ class Job:
         file = self.file(kind, settings)
         if file.is_file():
             header, tensors = read_tensors(file, kind)
-            self._count(header["pictures"], file)
+            self._count(settings.learn, header["pictures"], file)
             return tensors
         config: TrainConfig = settings.learn
         few = self.teacher.few(config.shots, config.seed)
         shown, labels = see(self.model, few, config, self.on_error)
-        self.unreadable = len(few.paths) - len(labels)
-        files = RunFiles(file, file.stem, self.model.id.meaningless)
+        self._count(config, len(labels), None)
+        files = RunFiles(file, digest(file.stem, labels.tolist()), self.model.id.meaningless)
         tensors = {name: tensor.detach().cpu() for name, tensor in make(shown, labels, files).items()}
         header = {
             "model": dataclasses.asdict(self.model.id),
@@ -99,8 +99,8 @@ class Job:
         files.finish(lambda path: write_tensors(path, kind, tensors, header))
         return tensors
 
-    def _count(self, used: int, file: Path | None) -> None:
-        self.unreadable = len(self.teacher.paths) - used
+    def _count(self, config: TrainConfig, used: int, file: Path | None) -> None:
+        self.unreadable = len(self.teacher.few(config.shots, config.seed).paths) - used
         if file and self.unreadable:
             text = f"{self.unreadable} pictures could not be read when {file} was learned"
             warnings.warn(text, SelfTPTWarning, stacklevel=3)
@@ -117,6 +117,7 @@ class Method:
     looks: what it wants to see of a picture. pixels: whether it must see pixels, or the features of the model's own
     image tower will do, which are kept.
     whole: whether it wants all pictures at once, because it adapts to them.
+    reads: files besides pictures that decide its answers.
     papers_epochs: whether it learns as long as Self-TPT does in the protocol, or as long as its settings say.
     """
 
@@ -130,6 +131,7 @@ class Method:
     looks: Callable[[Any], Sequence[Look]] = lambda _settings: [Look()]
     pixels: Callable[[Any, Model], bool] = lambda _settings, _model: False
     whole: bool = False
+    reads: Callable[[Any], Sequence[Path]] = lambda _settings: ()
     papers_epochs: bool = False
 
     @property
@@ -170,7 +172,7 @@ class Eyes:
         looks = method.looks(settings)
         views = sum(look.views for look in looks)
         pixels = method.pixels(settings, self.model)
-        size = len(paths) if method.whole else max(1, (PIXELS if pixels else BLOCK) // views)
+        size = max(1, len(paths) if method.whole else (PIXELS if pixels else BLOCK) // views)
         for start in range(0, len(paths), size):
             show = self._pixels if pixels else self._features
             usable, shown = show(looks, paths[start : start + size])
@@ -178,12 +180,15 @@ class Eyes:
                 yield start + usable, shown
 
     def _features(self, looks: Sequence[Look], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
+        usable, parts = torch.arange(len(paths)), list[Tensor]()
         for look in looks:
             if look not in self._stores:
                 self._stores[look] = FeatureStore(self.model, look, self.on_error)
-        features = torch.cat([self._stores[look](paths) for look in looks], 1)
-        usable = (~features.isnan().flatten(1).any(1)).nonzero()[:, 0]
-        return usable, features if len(usable) == len(paths) else features[usable]
+            parts.append(self._stores[look]([paths[i] for i in usable.tolist()]))
+            bad = parts[-1].isnan().flatten(1).any(1)
+            if bad.any():
+                usable, parts = usable[~bad], [part[~bad] for part in parts]
+        return usable, torch.cat(parts, 1)
 
     def _pixels(self, looks: Sequence[Look], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
         def cut(path: Path) -> Tensor | PictureError:

@@ -22,9 +22,9 @@ def chosen_method(name: str) -> Method:
     return METHODS[name]
 
 
-def chosen_settings(method: Method, changes: Mapping[str, Any], seed: int | None = None) -> Any:
-    """The settings of a method with changes such as "learn.lr": 0.02, and with another seed of what it draws."""
-    settings = method.settings if seed is None else method.seeded(seed)
+def chosen_settings(method: Method, changes: Mapping[str, Any]) -> Any:
+    """The settings of a method with changes such as "learn.lr": 0.02."""
+    settings = method.settings
     for key, value in changes.items():
         if kind_of(settings, key.split(".")) is None:
             raise SelfTPTError(f"{method.name} has no setting {key!r}: `selftpt methods --json` tells them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
 from selftpt.objective import Batch
 from selftpt.prompt import initial_context
-from selftpt.settings import VIEWS, ContrastConfig, TrainConfig, View, setting
+from selftpt.settings import PROMPT_ALONE, VIEWS, TrainConfig, View, at_least, setting
 from selftpt.text import TextEncoder
 from selftpt.tokens import ClassTokens, class_tokens
 from selftpt.training import Losses, RunFiles, State, batches, train
@@ -37,8 +38,7 @@ class Settings:
             raise SelfTPTError(f"prompts must be 2 or more, not {self.prompts}: one has no distribution")
         if self.prompts_per_step < 1 or self.prompts % self.prompts_per_step:
             raise SelfTPTError(f"prompts_per_step must divide the {self.prompts} prompts, not {self.prompts_per_step}")
-        if not self.orthogonality >= 0:
-            raise SelfTPTError(f"orthogonality must be 0 or more, not {self.orthogonality}")
+        at_least(0, self, "orthogonality")
 
 
 def places(prompts: int) -> list[View]:
@@ -153,20 +153,20 @@ def learn(
     return state.parameters[0]
 
 
-def mean_embedding(model: Model, contexts: Tensor, names: Sequence[str], chunk: int | None) -> Classifier:
+def mean_embedding(model: Model, contexts: Tensor, names: Sequence[str], settings: Settings) -> Classifier:
     """The classifier of the Gaussian's mean [C, D]: the mean of the unit embeddings of all prompts [K, M, d]."""
     tokens = _tokens(model, names, contexts.shape[1])
-    task = Task.of(model, tokens, contexts.shape[1], chunk)
+    task = Task.of(model, tokens, contexts.shape[1], settings.learn.chunk)
     total = torch.zeros(len(tokens), model.dimension)
     with torch.no_grad():
         for view, context in zip(places(len(contexts)), contexts.to(model.device), strict=True):
             total += F.normalize(task.encoders[view](context)[0], dim=-1).cpu()
-    origin = {"stage": "proda", "prompts": len(contexts), "selftpt": __version__}
+    origin = {"stage": "proda", "settings": dataclasses.asdict(settings), "selftpt": __version__}
     return Classifier(tokens.names, total / len(contexts), model.scale, model.id, origin, model)
 
 
 def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:
-    return class_tokens(model.text.tokenizer, names, length, ContrastConfig(views=VIEWS))
+    return class_tokens(model.text.tokenizer, names, length, PROMPT_ALONE)
 
 
 def fit(job: Job, settings: Settings) -> Fitted:
@@ -176,7 +176,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
         return {"contexts": learn(job.model, job.teacher.names, features, labels, files, settings)}
 
     contexts = job.learned("proda", settings, make)["contexts"]
-    return lambda names, _template: mean_embedding(job.model, contexts, names, settings.learn.chunk)
+    return lambda names, _template: mean_embedding(job.model, contexts, names, settings)
 
 
 PRODA = Method("proda", "the mean of 32 prompts, learned as a Gaussian", "Lu et al., CVPR 2022", Settings(), fit)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,16 +18,15 @@ from torch import Tensor
 
 from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
-from selftpt.errors import SelfTPTError
 from selftpt.files import digest
 from selftpt.learning import learn_from_features
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
 from selftpt.prompt import Prompt, initial_context
-from selftpt.settings import AdaptConfig, LearnConfig, TrainConfig, setting
+from selftpt.settings import AdaptConfig, LearnConfig, TrainConfig, above, setting
 from selftpt.text import encode_pairs
 from selftpt.tokens import ClassTokens, class_tokens, clean_name
-from selftpt.training import Losses, RunFiles, State, source_features, train
+from selftpt.training import Losses, RunFiles, State, seeded, source_features, train
 
 Ids = Sequence[Sequence[int]]  # token ids of class names
 
@@ -50,8 +48,7 @@ class GeneratorConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.encoder < 1 or self.generator < 1:
-            raise SelfTPTError(f"hidden widths must be above 0, not {self.encoder} and {self.generator}")
+        above(0, self, "encoder", "generator")
 
 
 @dataclass(frozen=True)
@@ -179,17 +176,11 @@ def generated_features(
 ) -> Tensor:
     """Unit features [C * each, crops, D] of z ~ N(0, 1), `each` a name, name after name."""
     count = len(names) * each * crops
-    z = torch.randn(count, model.dimension, generator=seeded(f"generate {config.seed}"))
-    made = [
-        vae.generate(model, z[part].to(model.device), [names[i // (each * crops)] for i in part.tolist()]).cpu()
-        for part in torch.arange(count).split(config.chunk or count)
-    ]
-    return torch.cat(made).view(len(names) * each, crops, -1)
-
-
-def seeded(text: str) -> torch.Generator:
-    """A generator of its own for every text."""
-    return torch.Generator().manual_seed(random.Random(text).getrandbits(63))
+    made, generator = torch.empty(count, model.dimension), seeded(f"generate {config.seed}")
+    for part in torch.arange(count).split(config.chunk or count):
+        z = torch.randn(len(part), model.dimension, generator=generator)
+        made[part] = vae.generate(model, z.to(model.device), [names[i // (each * crops)] for i in part.tolist()]).cpu()
+    return made.view(len(names) * each, crops, -1)
 
 
 def fit(job: Job, settings: Settings) -> Fitted:

@@ -51,7 +51,7 @@ class Settings:
         above(0, self, "positive_shots", "negative_shots")
         at_least(0, self, "positive_weight", "negative_weight", "positive_sharpness", "negative_sharpness")
         at_least(0, self, "unsure_above", "possible_above")
-        if self.unsure_below <= self.unsure_above:
+        if not self.unsure_below > self.unsure_above:
             raise SelfTPTError(f"unsure_below must be above unsure_above, {self.unsure_above:g}")
 
 

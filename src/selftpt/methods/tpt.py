@@ -14,10 +14,11 @@ from selftpt.errors import SelfTPTError
 from selftpt.features import Look
 from selftpt.methods.coop import COOP
 from selftpt.methods.method import Fitted, Job, Method
+from selftpt.methods.views import confident_views, views_of
 from selftpt.models import Model
 from selftpt.objective import prompt_gradient
 from selftpt.progress import Bar
-from selftpt.settings import AdaptConfig, ContrastConfig, LearnConfig, PredictConfig, setting
+from selftpt.settings import PROMPT_ALONE, AdaptConfig, LearnConfig, PredictConfig, setting
 from selftpt.text import TextEncoder
 from selftpt.tokens import class_tokens
 
@@ -27,6 +28,7 @@ class TuneConfig:
     """Tuning a prompt to one picture, by the values of TPT's authors."""
 
     views: int = setting(64, "looks at a picture: itself and random crops")
+    augmix: bool = setting(False, "whether AugMix is applied to the crops")
     confident: float = setting(0.1, "share of the views that is tuned on, the most confident ones")
     steps: int = setting(1, "steps of AdamW")
     lr: float = setting(0.005, "learning rate")
@@ -59,8 +61,7 @@ class LearnedSettings(TuneConfig):
 
 def most_confident(logits: Tensor, share: float) -> Tensor:
     """Of views with logits [V, C], the share of least entropy, one at least: their indices [K]."""
-    logs = logits.log_softmax(-1)
-    return (logs.exp() * logs).sum(-1).argsort(descending=True, stable=True)[: max(1, int(len(logits) * share))]
+    return confident_views(logits.softmax(-1), share)
 
 
 def mean_entropy(logits: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class Tuner:
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.config, self.scale, self.select, self.loss = config, model.scale, select, loss
-        tokens = class_tokens(model.text.tokenizer, names, len(prompt), ContrastConfig())
+        tokens = class_tokens(model.text.tokenizer, names, len(prompt), PROMPT_ALONE)
         self.encoder = TextEncoder(model.text, tokens, len(prompt), ("end",), chunk=config.chunk)
         self.prompt = prompt.detach().clone().to(model.text.embedding.weight).requires_grad_(self.encoder.whole)
         self.features = self.encoder(self.prompt)
@@ -102,6 +103,8 @@ class Tuner:
                 tuned = self.tune(views)
                 with torch.no_grad():
                     answers.append(self._logits(views[0], self.encoder(tuned)).softmax(-1))
+                if not answers[-1].isfinite().all():
+                    raise SelfTPTError("the tuned prompt is no longer of numbers: lower the rate")
                 bar.step()
         return torch.stack(answers).cpu()
 
@@ -160,8 +163,8 @@ def fit_learned(job: Job, settings: LearnedSettings) -> Fitted:
 
 
 def looks(settings: TuneConfig) -> list[Look]:
-    """The picture, and its crops as `predict` makes them."""
-    return [Look(), Look(settings.views - 1, PredictConfig.seed)] if settings.views > 1 else [Look()]
+    """The picture, and its crops."""
+    return views_of(settings.views, settings.augmix)
 
 
 REFERENCE = "Shu et al., NeurIPS 2022"

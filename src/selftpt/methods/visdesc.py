@@ -5,6 +5,7 @@ Descriptors are the user's: a JSON object, class name to a list of descriptors, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -50,15 +51,20 @@ def relative_clause(descriptor: str) -> str:
 
 
 def described(
-    model: Model, names: Sequence[str], before: str, tails: Callable[[Sequence[str]], Sequence[Sequence[str]]]
+    model: Model,
+    names: Sequence[str],
+    before: str,
+    tails: Callable[[Sequence[str]], Sequence[Sequence[str]]],
+    stage: str,
+    settings: Any,
 ) -> Classifier:
     """The classifier of sentences: `before`, a class name, one of its tails. Its weights are means of unit vectors.
 
-    tails: from clean names, some for each.
+    tails: from clean names, some for each. stage, settings: what the classifier says of its origin.
     """
     classes = class_tokens(model.text.tokenizer, names, 0, ContrastConfig(template=f"{before}{{}}"))
     weights = mean_vectors(model, classes, before, tails(classes.names))
-    origin = {"stage": "zero-shot", "selftpt": __version__}
+    origin = {"stage": stage, "settings": dataclasses.asdict(settings), "selftpt": __version__}
     return Classifier(classes.names, weights.cpu(), model.scale, model.id, origin, model)
 
 
@@ -113,20 +119,25 @@ def _missing(descriptors: Descriptors, names: Sequence[str]) -> list[str]:
     return [name for name in names if key(name) not in descriptors]
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Sentences of descriptors."""
+def reads(settings: Settings) -> list[Path]:
+    """The files of descriptors."""
     if not settings.descriptors:
         raise SelfTPTError("visdesc needs descriptors: --set descriptors=FILE_OR_FOLDER")
     place = Path(settings.descriptors)
-    files = {path: read_descriptors(path) for path in (sorted(place.glob("*.json")) if place.is_dir() else [place])}
+    return sorted(place.glob("*.json")) if place.is_dir() else [place]
+
+
+def fit(job: Job, settings: Settings) -> Fitted:
+    """Sentences of descriptors."""
+    files = {path: read_descriptors(path) for path in reads(settings)}
     if not files:
-        raise SelfTPTError(f"the folder {place} has no .json file of descriptors")
+        raise SelfTPTError(f"the folder {settings.descriptors} has no .json file of descriptors")
 
     def tails(names: Sequence[str]) -> list[list[str]]:
         chosen = choose(files, names)
         return [[f", {relative_clause(one)}" for one in chosen[key(name)] or [""]] for name in names]
 
-    return lambda names, _template: described(job.model, names, "", tails)
+    return lambda names, _template: described(job.model, names, "", tails, "visdesc", settings)
 
 
 VISDESC = Method(
@@ -136,4 +147,5 @@ VISDESC = Method(
     Settings(),
     fit,
     needs="features, descriptors",
+    reads=reads,
 )

@@ -13,10 +13,9 @@ from fractions import Fraction
 
 from open_clip.tokenizer import SimpleTokenizer
 
-from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.methods.visdesc import described, relative_clause
-from selftpt.settings import PredictConfig, setting
+from selftpt.settings import PredictConfig, above, setting
 
 CHARACTERS = string.ascii_letters + string.digits
 SHORTEST = 4  # letters of a word
@@ -30,8 +29,7 @@ class Settings:
     seed: int = setting(1, "seed of words and characters: the repetition")
 
     def __post_init__(self) -> None:
-        if self.pairs < 1:
-            raise SelfTPTError(f"pairs must be 1 or more, not {self.pairs}")
+        above(0, self, "pairs")
         PredictConfig(seed=self.seed)
 
 
@@ -68,7 +66,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
     def tails(names: Sequence[str]) -> list[list[str]]:
         return [[f", {relative_clause(one)}." for one in draw(names, settings.pairs, settings.seed)]] * len(names)
 
-    return lambda names, _template: described(job.model, names, "A photo of a ", tails)
+    return lambda names, _template: described(job.model, names, "A photo of a ", tails, "waffleclip", settings)
 
 
 WAFFLECLIP = Method(
