@@ -46,10 +46,10 @@ def losses(
     hand: Sequence[Sequence[Tensor]],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of pictures, and that of learned classes among hand-written ones."""
+    """The cross-entropy of pictures, and that of hand-written classes among learned ones."""
     learned = [unit(w + bias[0]) for w in plain.encode(small, "end", names, context)]
     ce = sum(choose([scale * (z @ w) for w in learned], y) for z, y in zip(features, labels.tolist(), strict=True))
-    told = sum(choose([scale * (w @ h) for h in sentence], c) for sentence in hand for c, w in enumerate(learned))
+    told = sum(choose([scale * (w @ h) for w in learned], c) for sentence in hand for c, h in enumerate(sentence))
     return ce / len(labels), told / (len(hand) * len(names))
 
 

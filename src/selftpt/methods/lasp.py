@@ -1,4 +1,4 @@
-"""LASP: the learned embedding of a class is told among hand-written ones, and a ViT's LayerNorms are tuned."""
+"""LASP: hand-written sentences are told among the learned embeddings of classes, and a ViT's LayerNorms are tuned."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def rate(epoch: int, config: LaspConfig, share: float = 1.0) -> float:
 
 
 def text_to_text(unit: Tensor, hand: Tensor, scale: float) -> Tensor:
-    """The cross-entropy of each learned class among the hand-written ones, the mean over classes and sentences.
+    """The cross-entropy of each hand-written class among the learned ones, the mean over classes and sentences.
 
     unit: [C, D], learned embeddings; hand: [T, C, D], of T sentences, one at a time so that no [T, C, C] is kept.
     """
     classes = torch.arange(len(unit), device=unit.device)
 
     def one(learned: Tensor, written: Tensor) -> Tensor:
-        return F.cross_entropy(scale * learned @ written.t(), classes)
+        return F.cross_entropy(scale * written @ learned.t(), classes)
 
     each = [checkpoint(one, unit, written, use_reentrant=False, preserve_rng_state=False) for written in hand]
     return torch.stack(each).mean()
@@ -314,7 +314,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
 
 LASP = Method(
     "lasp",
-    "a prompt told among hand-written ones; LayerNorms",
+    "a prompt held by hand-written sentences; LayerNorms",
     "Bulat and Tzimiropoulos, CVPR 2023",
     Settings(),
     fit,
