@@ -27,6 +27,7 @@ bench: setup
 	$(BIN)/python benchmarks/text_path.py --json
 	$(BIN)/python benchmarks/predict.py --json
 	$(BIN)/python benchmarks/features.py --json
+	$(BIN)/python benchmarks/tpt.py --json
 
 clean:
 	rm -rf .venv .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

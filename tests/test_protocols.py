@@ -412,6 +412,10 @@ def test_methods_are_listed(run: Run) -> None:
     assert [line.split()[0] for line in run("methods").out.splitlines()[1:]] == list(METHODS)
     rows = {row["name"]: row for row in json.loads(run("methods", "--json").out)}
     assert rows["self-tpt-v"]["cost"] == "64 views"
+    assert rows["coop"]["settings"]["learn.contrast.temperature"] == 0.07
+    for row in rows.values():
+        assert row["settings"].keys() == row["help"].keys()
+        assert all(row["help"].values()), row["name"]
     assert not rows["clip"]["learns"]
 
 

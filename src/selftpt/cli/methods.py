@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from selftpt.cli.options import Json
 
@@ -15,9 +16,7 @@ def command(as_json: Json = False) -> None:
 
     if as_json:
         told = ("name", "summary", "reference", "needs", "trains_on", "cost", "whole", "learns", "draws")
-        for_all = ({key: getattr(m, key) for key in told} for m in METHODS.values())
-        settings = ({"settings": dataclasses.asdict(m.settings)} for m in METHODS.values())
-        print(json.dumps([row | more for row, more in zip(for_all, settings, strict=True)]))
+        print(json.dumps([{key: getattr(m, key) for key in told} | _settings(m.settings) for m in METHODS.values()]))
         return
     from rich.console import Console
     from rich.table import Table
@@ -28,3 +27,16 @@ def command(as_json: Json = False) -> None:
     for m in METHODS.values():
         table.add_row(m.name, m.summary, m.needs, m.trains_on, m.cost, m.reference)
     Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False, emoji=False).print(table)
+
+
+def _settings(settings: Any, before: str = "") -> dict[str, dict[str, Any]]:
+    """The settings of a method and what each is, by the names that --set takes."""
+    told: dict[str, dict[str, Any]] = {"settings": {}, "help": {}}
+    for field in dataclasses.fields(settings):
+        name, value = before + field.name, getattr(settings, field.name)
+        inner = {"settings": {name: value}, "help": {name: field.metadata.get("help")}}
+        if dataclasses.is_dataclass(value):
+            inner = _settings(value, f"{name}.")
+        for part, more in inner.items():
+            told[part] |= more
+    return told

@@ -221,8 +221,8 @@ def looks(settings: DiffusionConfig) -> list[Look]:
     return [*tpt.looks(settings), Generated(settings.views - 1, None, Look.max_megapixels, False, folder, *made_by)]
 
 
-REFERENCE, NEEDS = "Feng et al., ICCV 2023", "features of views and of generated pictures"
-COST = "127 views, 63 of them generated, 4 steps of the prompt"
+REFERENCE = "Feng et al., ICCV 2023"
+COST, NEEDS = "127 views, 4 steps", "features of views, generated pictures"
 DIFFTPT = Method("difftpt", "tpt with generated pictures", REFERENCE, Settings(), fit, COST, NEEDS, looks)
 COOP_DIFFTPT = Method(
     "coop+difftpt",

@@ -12,7 +12,7 @@ from torch import Tensor
 from selftpt.adaptation import zero_shot
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import views_of
-from selftpt.settings import PredictConfig, above, at_least
+from selftpt.settings import PredictConfig, above, at_least, setting
 
 ROUNDS = 5  # of the whole, and of each of its two steps
 NEIGHBOURS = 0.3  # of the other views, those that a view's bandwidth is measured by
@@ -21,15 +21,11 @@ NARROWEST = 1e-6  # squared bandwidth: views that are all the same have none
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the mean shift.
+    """Of the mean shift."""
 
-    views: how many, the picture itself among them. affinity: the weight of views that predict alike, λ.
-    spread: the weight of the entropy of the scores, λ_y: the larger, the more equal they are.
-    """
-
-    views: int = 64
-    affinity: float = 4.0
-    spread: float = 0.2
+    views: int = setting(64, "looks at a picture: itself and random crops")
+    affinity: float = setting(4.0, "weight of views that predict alike, λ")
+    spread: float = setting(0.2, "weight of the scores' entropy, λ_y: the larger, the more equal they are")
 
     def __post_init__(self) -> None:
         PredictConfig(views=self.views)

@@ -9,7 +9,7 @@ from selftpt.adaptation import adapt
 from selftpt.classifier import merge_views
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import views_of
-from selftpt.settings import AdaptConfig, LearnConfig, PredictConfig
+from selftpt.settings import AdaptConfig, LearnConfig, PredictConfig, setting
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Settings:
 class ViewSettings(Settings):
     """And of the views of stage 3, which are those of `predict`."""
 
-    views: int = 64
-    confident: float = 1.0
+    views: int = setting(64, "looks at a picture: itself and random crops")
+    confident: float = setting(1.0, "share of the views that is merged, the most confident ones")
 
     def __post_init__(self) -> None:
         PredictConfig(views=self.views, confident=self.confident)

@@ -15,7 +15,7 @@ from selftpt.adaptation import zero_shot
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import choose_views, confident_views, entropy, views_of
-from selftpt.settings import PredictConfig, above, at_least
+from selftpt.settings import PredictConfig, above, at_least, setting
 
 BLOCK = 512  # pictures that are compared with the caches at once
 CONFIDENT = 0.1  # the share of the views that is averaged, if there are several
@@ -23,28 +23,20 @@ CONFIDENT = 0.1  # the share of the views that is averaged, if there are several
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the caches; the defaults are the authors' for ImageNet.
+    """Of the caches; the defaults are the authors' for ImageNet."""
 
-    positive_shots, negative_shots: pictures kept of a class. positive_weight, negative_weight: α of each cache.
-    positive_sharpness, negative_sharpness: β of each cache.
-    unsure_above, unsure_below: entropies between which a picture may enter the negative cache, as parts of log2 C.
-    possible_above: what a class's probability must exceed for the negative cache to speak against it.
-    views: of a picture; of several, the confident tenth is averaged. augmix: whether these are made by AugMix.
-    seed: of the order in which the pictures come.
-    """
-
-    positive_shots: int = 3
-    positive_weight: float = 2.0
-    positive_sharpness: float = 5.0
-    negative_shots: int = 2
-    negative_weight: float = 0.117
-    negative_sharpness: float = 1.0
-    unsure_above: float = 0.2
-    unsure_below: float = 0.5
-    possible_above: float = 0.03
-    views: int = 1
-    augmix: bool = True
-    seed: int = 1
+    positive_shots: int = setting(3, "pictures of a class that the positive cache keeps")
+    positive_weight: float = setting(2.0, "weight of the positive cache, α")
+    positive_sharpness: float = setting(5.0, "sharpness of the positive cache, β")
+    negative_shots: int = setting(2, "pictures of a class that the negative cache keeps")
+    negative_weight: float = setting(0.117, "weight of the negative cache, α")
+    negative_sharpness: float = setting(1.0, "sharpness of the negative cache, β")
+    unsure_above: float = setting(0.2, "least entropy of what may enter the negative cache, as a part of log2 C")
+    unsure_below: float = setting(0.5, "largest entropy of what may enter the negative cache, as a part of log2 C")
+    possible_above: float = setting(0.03, "probability above which the negative cache speaks against a class")
+    views: int = setting(1, "looks at a picture; of several, the confident tenth is averaged")
+    augmix: bool = setting(True, "whether AugMix is applied to the crops, if there are any")
+    seed: int = setting(1, "seed of the order in which the pictures come")
 
     def __post_init__(self) -> None:
         PredictConfig(views=self.views, seed=self.seed)

@@ -168,7 +168,7 @@ def looks(settings: TuneConfig) -> list[Look]:
 
 
 REFERENCE = "Shu et al., NeurIPS 2022"
-COST, NEEDS = "64 views, 1 step of the prompt", "features of views"
+COST, NEEDS = "64 views, 1 step", "features of views"
 TPT = Method("tpt", "a prompt tuned to each picture", REFERENCE, Settings(), fit, COST, NEEDS, looks)
 COOP_TPT = Method(
     "coop+tpt",

@@ -12,18 +12,15 @@ from torch import Tensor
 from selftpt.adaptation import zero_shot
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import confident_views, views_of
-from selftpt.settings import PredictConfig
+from selftpt.settings import PredictConfig, setting
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the vote.
+    """Of the vote."""
 
-    views: how many, the picture itself among them. confident: the share of them that votes.
-    """
-
-    views: int = 64
-    confident: float = 0.3
+    views: int = setting(64, "looks at a picture: itself and random crops")
+    confident: float = setting(0.3, "share of the views that votes, the most confident ones")
 
     def __post_init__(self) -> None:
         PredictConfig(views=self.views, confident=self.confident)
