@@ -255,17 +255,18 @@ def test_pictures_are_made(asked: list[Path], diffusion: str, tmp_path: Path) ->
     assert {open_picture(file).size for file in first.place(asked[0]).iterdir()} == {(16, 16)}
 
 
-def test_a_picture_decides_what_is_made_of_it(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
-    """With the same name, and so the same noise, another picture becomes another."""
-    other = tmp_path / "other" / "cat" / asked[0].name
-    other.parent.mkdir(parents=True)
-    other.write_bytes(asked[3].read_bytes())
-    looks = [look_of(tmp_path / name, diffusion) for name in ("first", "second")]
+def test_a_picture_and_its_name_decide_what_is_made(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
+    """The picture guides, and the names of file and folder are the seed."""
+    paths = [asked[0], tmp_path / "other" / "cat" / "0.png", tmp_path / "other" / "cow" / "0.png"]
     contents = []
-    for look, path in zip(looks, (asked[0], other), strict=True):
+    for path, copied in zip(paths, (asked[0], asked[3], asked[0]), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(copied.read_bytes())
+        look = look_of(tmp_path / f"made{len(contents)}", diffusion)
         look.cut(model().preprocess, path)
         contents.append(made(look, path))
     assert contents[0] != contents[1]
+    assert contents[0] != contents[2]
 
 
 @pytest.mark.parametrize("lost", [{0, 1, 2, 3, 4, 5}, {2}, {3, 4, 5}])

@@ -26,7 +26,7 @@ def command(as_json: Json = False) -> None:
         table.add_column(column, overflow="fold", no_wrap=column == "method")
     for m in METHODS.values():
         table.add_row(m.name, m.summary, m.needs, m.trains_on, m.cost, m.reference)
-    Console(width=None if sys.stdout.isatty() else 240, highlight=False, markup=False, emoji=False).print(table)
+    Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False, emoji=False).print(table)
 
 
 def _settings(settings: Any, before: str = "") -> dict[str, dict[str, Any]]:
