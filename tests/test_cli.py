@@ -63,6 +63,16 @@ def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
     assert not any("meaningless" in row for row in rows)
 
 
+@pytest.mark.parametrize("own", [None, "7"])
+def test_threads_do_not_spin_for_long(run: Run, monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    """Unless the user wants them to."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", own or "")
+    if own is None:
+        monkeypatch.delenv("GOMP_SPINCOUNT")
+    run("--version")
+    assert os.environ["GOMP_SPINCOUNT"] == (own or "10000")
+
+
 def test_one_best_class_has_no_column_for_others(run: Run, place: Place) -> None:
     predict = ["predict", place.photos / "kite", "--classifier", place.classifier]
     assert "then" in run(*predict).out.splitlines()[0]

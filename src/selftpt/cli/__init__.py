@@ -44,6 +44,8 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 def main() -> None:
     """Run the command line: one line for what a user can mend, and exit code 2."""
     warnings.showwarning = _note  # type: ignore[assignment]
+    # torch's threads spin while they wait for each other, which on a busy machine takes many times longer than the work
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # file names need not be text
             stream.reconfigure(errors="surrogateescape")
