@@ -19,7 +19,6 @@ from selftpt.prompt import Prompt
 from selftpt.settings import VIEWS, AdaptConfig, ContrastConfig, View
 from selftpt.text import TextEncoder, encode_template
 from selftpt.tokens import class_tokens
-from selftpt.version import __version__
 
 
 def zero_shot(
@@ -32,8 +31,7 @@ def zero_shot(
     contrast = ContrastConfig(template=template)
     tokens = class_tokens(model.text.tokenizer, names, 0, contrast)
     weights = F.normalize(encode_template(model.text, tokens, template, chunk), dim=-1)
-    origin = {"stage": "zero-shot", "template": template, "selftpt": __version__}
-    return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+    return Classifier.of(model, tokens.names, weights, stage="zero-shot", template=template)
 
 
 def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
@@ -63,10 +61,5 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
     with torch.no_grad():
         features = TextEncoder(model.text, tokens, length, views, chunk=config.chunk)(context)
     weights = F.normalize(F.normalize(features, dim=-1).mean(0), dim=-1)
-    origin = {
-        "stage": "adapt",
-        "settings": dataclasses.asdict(config),
-        "prompt": dict(prompt.origin),
-        "selftpt": __version__,
-    }
-    return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+    made_by = {"settings": dataclasses.asdict(config), "prompt": dict(prompt.origin)}
+    return Classifier.of(model, tokens.names, weights, stage="adapt", **made_by)

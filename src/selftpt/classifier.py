@@ -19,6 +19,7 @@ from selftpt.files import read_tensors, write_tensors
 from selftpt.images import PictureError, find_pictures, in_threads, is_place, open_picture, warn_of
 from selftpt.models import Model, ModelId, load_model
 from selftpt.settings import PredictConfig
+from selftpt.version import __version__
 
 Picture = str | os.PathLike[str] | Image.Image | Tensor
 
@@ -46,6 +47,12 @@ class Classifier:
     model_id: ModelId
     origin: Mapping[str, Any] = field(default_factory=dict)
     model: Model | None = None
+
+    @classmethod
+    def of(cls, model: Model, names: Sequence[str], weights: Tensor, **origin: Any) -> Classifier:
+        """Of a model's own class vectors [C, D]; `origin` says how they came about."""
+        told = {**origin, "selftpt": __version__}
+        return cls(tuple(names), weights.cpu(), model.scale, model.id, told, model)
 
     def __repr__(self) -> str:
         return f"Classifier({len(self.names)} classes, {self.model_id})"

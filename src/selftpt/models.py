@@ -113,7 +113,7 @@ def load_model(
         raise SelfTPTError(f"the device {device!r} cannot be used here: choose of cpu, cuda, mps") from error
     source, quick, preprocess = _resolve(name, pretrained)
     random = pretrained == RANDOM
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
             clip = open_clip.create_model(
@@ -201,7 +201,7 @@ def _why(name: str, pretrained: str | None, error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """open_clip logs to the root logger and sets it up in passing: keep both from our users."""
     root = logging.getLogger()
     handlers, before = root.handlers[:], logging.root.manager.disable

@@ -22,7 +22,7 @@ from selftpt.files import cache_folder, digest, write_whole
 from selftpt.images import PictureError, Preprocess, open_picture, pictures_in
 from selftpt.methods import tpt
 from selftpt.methods.method import Fitted, Job, Method
-from selftpt.models import best_device
+from selftpt.models import best_device, quiet
 from selftpt.settings import setting
 
 AUTHORS_MODEL = "lambdalabs/sd-image-variations-diffusers@v2.0"
@@ -137,12 +137,16 @@ def _pipeline(name: str) -> Any:
         raise SelfTPTError("making pictures needs diffusers: pip install 'selftpt[diffusion]'") from error
     place, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
     try:
-        pipeline = StableDiffusionImageVariationPipeline.from_pretrained(
-            place, revision=revision or None, safety_checker=None, requires_safety_checker=False
-        )
+        with quiet():
+            pipeline = StableDiffusionImageVariationPipeline.from_pretrained(
+                place, revision=revision or None, safety_checker=None, requires_safety_checker=False
+            )
     except (OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-        raise SelfTPTError(f"cannot load the diffusion model {name}: {why}") from error
+        why = str(error).strip().splitlines()[0][:100]
+        raise SelfTPTError(
+            f"cannot load the diffusion model {name}: check the connection, or fetch it on another machine and "
+            f"give its folder ({why})"
+        ) from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(best_device())
 

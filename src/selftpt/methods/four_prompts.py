@@ -19,7 +19,6 @@ from selftpt.settings import VIEWS, ContrastConfig, TrainConfig, setting
 from selftpt.text import encode_template
 from selftpt.tokens import class_tokens
 from selftpt.training import RunFiles
-from selftpt.version import __version__
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
         each = [class_vectors(model, tokens, contexts[view], view, config.chunk) for view in VIEWS]
         hand = encode_template(model.text, tokens, settings.template, config.chunk)
         weights = F.normalize(torch.stack([*each, F.normalize(hand, dim=-1)]).mean(0), dim=-1)
-        origin = {"stage": "four-prompts", "settings": dataclasses.asdict(settings), "selftpt": __version__}
-        return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+        return Classifier.of(model, tokens.names, weights, stage="four-prompts", settings=dataclasses.asdict(settings))
 
     return classify
 

@@ -19,7 +19,6 @@ from selftpt.settings import PROMPT_ALONE, ContrastConfig, TrainConfig, at_least
 from selftpt.text import encode_template
 from selftpt.tokens import class_tokens
 from selftpt.training import RunFiles
-from selftpt.version import __version__
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
     def classify(names: Sequence[str], _template: str) -> Classifier:
         tokens = class_tokens(model.text.tokenizer, names, config.length, PROMPT_ALONE)
         weights = class_vectors(model, tokens, context, "end", config.chunk)
-        origin = {"stage": "kgcoop", "settings": dataclasses.asdict(settings), "selftpt": __version__}
-        return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+        return Classifier.of(model, tokens.names, weights, stage="kgcoop", settings=dataclasses.asdict(settings))
 
     return classify
 

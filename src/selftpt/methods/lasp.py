@@ -25,7 +25,6 @@ from selftpt.settings import PROMPT_ALONE, ContrastConfig, TrainConfig, above, a
 from selftpt.text import TextEncoder, encode_template
 from selftpt.tokens import class_tokens
 from selftpt.training import Crops, Losses, RunFiles, State, seeded, source_crops, source_features, train
-from selftpt.version import __version__
 from selftpt.vision import ImageTower
 
 NORMS = {"ln_1", "ln_2", "norm1", "norm2"}  # of a transformer's blocks, by open_clip and by timm
@@ -272,8 +271,7 @@ def classify(model: Model, names: Sequence[str], context: Tensor, bias: Tensor, 
     encoder = TextEncoder(model.text, tokens, len(context), ("end",), chunk=settings.learn.chunk)
     with torch.no_grad():
         weights = F.normalize(encoder(context.to(model.device))[0] + bias.to(model.device), dim=-1)
-    origin = {"stage": "lasp", "settings": dataclasses.asdict(settings), "selftpt": __version__}
-    return Classifier(tokens.names, weights.cpu(), model.scale, model.id, origin, model)
+    return Classifier.of(model, tokens.names, weights, stage="lasp", settings=dataclasses.asdict(settings))
 
 
 def pixels(settings: Settings, model: Model) -> bool:

@@ -21,7 +21,6 @@ from selftpt.settings import PROMPT_ALONE, VIEWS, TrainConfig, View, at_least, s
 from selftpt.text import TextEncoder
 from selftpt.tokens import ClassTokens, class_tokens
 from selftpt.training import Losses, RunFiles, State, batches, train
-from selftpt.version import __version__
 
 
 @dataclass(frozen=True)
@@ -161,8 +160,9 @@ def mean_embedding(model: Model, contexts: Tensor, names: Sequence[str], setting
     with torch.no_grad():
         for view, context in zip(places(len(contexts)), contexts.to(model.device), strict=True):
             total += F.normalize(task.encoders[view](context)[0], dim=-1).cpu()
-    origin = {"stage": "proda", "settings": dataclasses.asdict(settings), "selftpt": __version__}
-    return Classifier(tokens.names, total / len(contexts), model.scale, model.id, origin, model)
+    return Classifier.of(
+        model, tokens.names, total / len(contexts), stage="proda", settings=dataclasses.asdict(settings)
+    )
 
 
 def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:

@@ -24,7 +24,6 @@ from selftpt.models import Model
 from selftpt.settings import AdaptConfig, ContrastConfig, setting
 from selftpt.text import encode_template
 from selftpt.tokens import ClassTokens, class_tokens, clean_name
-from selftpt.version import __version__
 
 SHOWN = 5  # missing names that an error tells
 
@@ -64,8 +63,7 @@ def described(
     """
     classes = class_tokens(model.text.tokenizer, names, 0, ContrastConfig(template=f"{before}{{}}"))
     weights = mean_vectors(model, classes, before, tails(classes.names))
-    origin = {"stage": stage, "settings": dataclasses.asdict(settings), "selftpt": __version__}
-    return Classifier(classes.names, weights.cpu(), model.scale, model.id, origin, model)
+    return Classifier.of(model, classes.names, weights, stage=stage, settings=dataclasses.asdict(settings))
 
 
 def mean_vectors(model: Model, classes: ClassTokens, before: str, tails: Sequence[Sequence[str]]) -> Tensor:
