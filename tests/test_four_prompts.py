@@ -26,7 +26,7 @@ TEMPLATE = "a centered photo of {}, in the rain."
 
 def test_the_paper_s_set_up() -> None:
     assert Settings() == Settings(TrainConfig(), "a photo of a {}.")
-    assert FOUR_PROMPTS.papers_epochs
+    assert FOUR_PROMPTS.papers_epochs(FOUR_PROMPTS.settings)
 
 
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip"])

@@ -120,10 +120,11 @@ class Bench:
         """The settings of a run's method with the protocol's epochs, the run's seed and the changes."""
         method = METHODS[run.method]
         changes = self._changes(run)
-        papers = method.papers_epochs and changes.get("recipe", "paper") == "paper"
-        settings = method.seeded(run.seed, shots=None, **({"epochs": self.protocol.epochs} if papers else {}))
+        settings = method.seeded(run.seed, shots=None)
         for key, value in changes.items():
             settings = change(settings, key.split("."), value)
+        if method.papers_epochs(settings) and "learn.epochs" not in changes:
+            settings = change(settings, ("learn", "epochs"), self.protocol.epochs)
         return settings
 
     def _changes(self, run: Run) -> dict[str, Any]:

@@ -50,5 +50,10 @@ def fit(job: Job, settings: Settings) -> Fitted:
 
 
 COOP = Method(
-    "coop", "a prompt learned by cross-entropy", "Zhou et al., IJCV 2022", Settings(), fit, papers_epochs=True
+    "coop",
+    "a prompt learned by cross-entropy",
+    "Zhou et al., IJCV 2022",
+    Settings(),
+    fit,
+    papers_epochs=lambda settings: settings.recipe == "paper",
 )

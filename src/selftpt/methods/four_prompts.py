@@ -64,5 +64,5 @@ FOUR_PROMPTS = Method(
     "a control",
     Settings(),
     fit,
-    papers_epochs=True,
+    papers_epochs=lambda _settings: True,
 )

@@ -132,7 +132,7 @@ class Method:
     pixels: Callable[[Any, Model], bool] = lambda _settings, _model: False
     whole: bool = False
     reads: Callable[[Any], Sequence[Path]] = lambda _settings: ()
-    papers_epochs: bool = False
+    papers_epochs: Callable[[Any], bool] = lambda _settings: False
 
     @property
     def learns(self) -> bool:

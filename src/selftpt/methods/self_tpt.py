@@ -50,7 +50,12 @@ def fit_views(job: Job, settings: ViewSettings) -> Fitted:
 
 REFERENCE = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
 SELF_TPT = Method(
-    "self-tpt", "CPT and gradient matching, then CPT on the names", REFERENCE, Settings(), fit, papers_epochs=True
+    "self-tpt",
+    "CPT and gradient matching, then CPT on the names",
+    REFERENCE,
+    Settings(),
+    fit,
+    papers_epochs=lambda _settings: True,
 )
 SELF_TPT_V = Method(
     "self-tpt-v",
@@ -61,5 +66,5 @@ SELF_TPT_V = Method(
     "64 views",
     "features of views",
     lambda settings: views_of(settings.views),
-    papers_epochs=True,
+    papers_epochs=lambda _settings: True,
 )

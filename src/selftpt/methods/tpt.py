@@ -179,5 +179,5 @@ COOP_TPT = Method(
     COST,
     NEEDS,
     looks,
-    papers_epochs=True,
+    papers_epochs=lambda _settings: True,
 )
