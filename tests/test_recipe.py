@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import open_clip
@@ -9,18 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from open_clip.model import CLIP
+from torch import Tensor
 
-from tools.embedded_model import student
+from tools.embedded_model import student, teacher
 from tools.embedded_model.export import small
 from tools.embedded_model.student import Lesson, Training, train, walk
-from tools.embedded_model.teacher import Space
+from tools.embedded_model.teacher import Nouns, Space
 from tools.embedded_model.wordnet import WordNet
 
 DATA = """  1 a line of licence
 00000001 03 n 01 thing 0 000 | what there is
-00000002 05 n 02 cat 0 true_cat 0 001 @ 00000001 n 0000 | a feline; "the cat purred"
+00000002 05 n 03 cat 0 true_cat 0 angora 0 001 @ 00000001 n 0000 | a feline; "the cat purred"
 00000003 18 n 01 Cat 0 001 @i 00000001 n 0000 | a singer
-00000004 05 n 02 Felis_catus 0 Persian_cat 0 001 @ 00000002 n 0000 | a breed
+00000004 05 n 03 Felis_catus 0 Persian_cat 0 angora 0 001 @ 00000002 n 0000 | a breed
 00000005 09 n 01 idea 0 001 @ 00000001 n 0000 | a thought
 00000006 05 n 01 genus_Felis 0 001 @ 00000001 n 0000 | cats
 """
@@ -30,15 +32,29 @@ true_cat n 1 1 @ 1 0 00000002
 thing n 1 1 @ 1 0 00000001
 felis_catus n 1 1 @ 1 0 00000004
 persian_cat n 1 1 @ 1 0 00000004
+angora n 2 1 @ 2 1 00000002 00000004
 idea n 1 1 @ 1 0 00000005
 genus_felis n 1 1 @ 1 0 00000006
 """
+ADJECTIVES = """00000011 00 a 02 furry(a) 0 fluffy 0 001 & 00000012 a 0000 | covered with fur; "a furry cat"
+00000012 00 a 01 ex 0 000 | former
+"""
+ADJECTIVE_INDEX = """furry a 1 1 & 1 0 00000011
+fluffy a 1 1 & 1 0 00000011
+ex a 1 1 & 1 0 00000012
+well-known a 1 1 & 1 0 00000012
+"""
 
 
-def test_wordnet(tmp_path: Path) -> None:
-    (tmp_path / "data.noun").write_text(DATA)
-    (tmp_path / "index.noun").write_text(INDEX)
-    wordnet = WordNet(tmp_path)
+@pytest.fixture
+def wordnet(tmp_path: Path) -> WordNet:
+    files = {"data.noun": DATA, "index.noun": INDEX, "data.adj": ADJECTIVES, "index.adj": ADJECTIVE_INDEX}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    return WordNet(tmp_path)
+
+
+def test_wordnet(wordnet: WordNet) -> None:
     assert wordnet.meanings["00000002"].gloss == "a feline"
     assert wordnet.ancestors("00000004") == {"00000004", "00000002", "00000001"}
     assert wordnet.nouns() == {
@@ -46,7 +62,54 @@ def test_wordnet(tmp_path: Path) -> None:
         "true cat": ["00000002"],
         "thing": ["00000001"],
         "Persian cat": ["00000004"],
+        "angora": ["00000002", "00000004"],
     }
+
+
+def test_adjectives(wordnet: WordNet) -> None:
+    text = "furry, fluffy: covered with fur"
+    assert wordnet.adjectives() == {"furry": text, "fluffy": text}
+
+
+@pytest.fixture
+def nouns(wordnet: WordNet, monkeypatch: pytest.MonkeyPatch) -> Nouns:
+    """Two classes, a breed of cat and a singer who is no noun; sentences have vectors by their letters."""
+    monkeypatch.setattr(teacher, "WNIDS", ["n00000004", "n00000003"])
+    monkeypatch.setattr(teacher, "NAMES", ["Persian", "the singer"])
+
+    def sentences(texts: Sequence[str]) -> Tensor:
+        letters = [[text.lower().count(chr(97 + i)) + 0.1 for i in range(26)] for text in texts]
+        return F.normalize(torch.tensor(letters), dim=-1)
+
+    return Nouns(wordnet, sentences)  # type: ignore[arg-type]
+
+
+def test_a_noun_is_told_the_mean_of_its_known_kinds(nouns: Nouns) -> None:
+    prototypes = F.normalize(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), dim=-1)
+    told = dict(zip(nouns.names, nouns.told(prototypes, torch.arange(2)), strict=True))
+    torch.testing.assert_close(told["cat"], prototypes[0])
+    torch.testing.assert_close(told["Persian cat"], prototypes[0])
+    torch.testing.assert_close(told["thing"], F.normalize(prototypes.mean(0), dim=0))
+    alone = nouns.classes().told(prototypes, torch.tensor([0]))
+    torch.testing.assert_close(alone, torch.stack([prototypes[0], torch.zeros(5)]))
+    only = dict(zip(nouns.names, nouns.told(prototypes, torch.tensor([1])), strict=True))
+    assert not only["cat"].any()
+    torch.testing.assert_close(only["thing"], prototypes[1])
+    groups = {nouns.names[noun]: kinds for noun, kinds in nouns.groups(torch.arange(2)).items()}
+    assert groups == {"thing": [0, 1]}
+
+
+def test_the_teacher_knows_what_it_was_told(nouns: Nouns) -> None:
+    prototypes, known = torch.eye(2), torch.arange(2)
+    exact = teacher.Kernel(ridge=0.0)
+    torch.testing.assert_close(nouns.teach(prototypes, known, exact)[:2], prototypes)
+    names, glosses = nouns.by_name[:2], nouns.by_gloss[nouns.meaning[:2]]
+    words = teacher.Kernel(name=0.3, gloss=0.7, place=0.0, ridge=0.0)
+    for given in (None, glosses):
+        torch.testing.assert_close(nouns.teach_words(names, given, prototypes, known, words), prototypes)
+    mostly = teacher.Kernel(name=0.01, gloss=0.99, place=0.0, ridge=0.0)
+    swapped = nouns.teach_words(names, glosses.flip(0), prototypes, known, mostly)
+    torch.testing.assert_close(swapped, prototypes.flip(0), atol=0.1, rtol=0)
 
 
 def test_the_space_keeps_what_tells_classes_apart() -> None:
@@ -86,13 +149,15 @@ def test_the_student_learns(clip: CLIP, tmp_path: Path) -> None:
     names = ["cat", "dog", "tram", "red kite", "boat", "rocket"]
     targets = F.normalize(torch.randn(6, 7, generator=torch.Generator().manual_seed(1)), dim=-1)
     before = clip.token_embedding.weight.detach().clone()
-    lessons = [Lesson(names[:3], targets[:3], torch.ones(3), 3), Lesson(names[3:], targets[3:], torch.ones(3), 2)]
-    lessons.append(Lesson(["a small furry animal that purrs"], targets[:1], torch.ones(1), 1, whole=True))
-    config = Training(steps=160, lr=0.02, table_lr=0.02, warmup=5, groups=2)
+    lessons = [Lesson(names[:3], targets[:3], 3), Lesson(names[3:], targets[3:], 2)]
+    lessons.append(Lesson(["a small furry animal that purrs"], targets[:1], 1, whole=True))
+    config = Training(steps=160, lr=0.02, table_lr=0.02, warmup=5, groups=2, pairs=0.3)
     train(clip, tokenizer, lessons, config, tmp_path / "log.jsonl")
     with torch.no_grad():
         found = clip.encode_text(tokenizer([f"a photo of a {name}." for name in names]), normalize=True)
+        pair = clip.encode_text(tokenizer(["tram or dog", "dog or tram"]), normalize=True)
     assert (found * student.in_cone(targets)).sum(-1).min() > 0.95
+    assert (pair @ found.t()).topk(2).indices.sort().values.tolist() == [[1, 2], [1, 2]]
     assert (F.normalize(found[:, :-1], dim=-1) * targets).sum(-1).min() > 0.8
     (banana,) = tokenizer.encode("banana")
     (cat,) = tokenizer.encode("cat")
@@ -120,7 +185,12 @@ def test_the_small_form_is_near_the_large_one() -> None:
         assert error <= bound, name
 
 
-def test_texts_share_a_direction() -> None:
+def test_texts_share_a_direction_and_vague_ones_reach_farther() -> None:
     cosines = (texts := student.in_cone(torch.eye(4))) @ texts.t()
     expected = student.CONE**2 / (1 + student.CONE**2)
     torch.testing.assert_close(cosines, torch.eye(4) * (1 - expected) + expected)
+    vague = student.in_cone(0.5 * torch.eye(4))
+    torch.testing.assert_close(vague.norm(dim=-1), torch.ones(4))
+    torch.testing.assert_close(vague[:, :-1], 0.5**-student.REACH * texts[:, :-1])
+    farthest = student.in_cone(torch.tensor([[0.01, 0.0], [0.0, 0.0]]), reach=1.0)
+    torch.testing.assert_close(farthest, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))

@@ -6,9 +6,7 @@ Needs the extra `recipe` and Debian's package wordnet-base. Everything is seeded
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,18 +20,15 @@ from open_clip.tokenizer import SimpleTokenizer
 from torch import Tensor
 
 from selftpt.files import write_tensors
-from tools.embedded_model.export import CONFIG, write_model
-from tools.embedded_model.ingredients import NAMES, see, trunk
+from tools.embedded_model.choose import choose
+from tools.embedded_model.export import CONFIG, DIMENSIONS, write_model
+from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, see, trunk
 from tools.embedded_model.sentences import Sentences
 from tools.embedded_model.student import Lesson, Training, token_vectors, train
-from tools.embedded_model.teacher import Kernel, Nouns, Space
+from tools.embedded_model.teacher import Kernel, Nouns, Space, right
 from tools.embedded_model.wordnet import WordNet
 
-HOME = Path(__file__).resolve().parents[2]
-KERNEL = Kernel()
-WORDS = Kernel(name=1.0, gloss=0.0, place=0.0)
-DIMENSIONS = CONFIG["embed_dim"] - 1  # one is the texts' cone
-UNSEEN = sorted(random.Random(0).sample(range(len(NAMES)), 200))  # the classes of the held-out model's exam
+WORDS = Kernel(name=0.3, gloss=0.7, place=0.0)
 
 
 def main() -> None:
@@ -53,20 +48,21 @@ def main() -> None:
 
     features, labels = see(options.pictures, options.work)
     sentences = Sentences(options.work)
-    nouns = Nouns(WordNet(options.wordnet), sentences)
+    wordnet = WordNet(options.wordnet)
+    nouns = Nouns(wordnet, sentences)
     torch.manual_seed(0)
     network = trunk()
     head = network.get_classifier().weight.detach()
     seen = torch.tensor(sorted({*range(len(NAMES))} - {*UNSEEN}))
     if options.choose:
-        choose(head, features, labels, nouns.classes(), seen)
+        choose(head, features, labels, nouns, seen)
         return
 
     known = seen if options.hold_out else torch.arange(len(NAMES))
     of_known = torch.isin(labels, known)
     space = Space.of(head, features[of_known], known, DIMENSIONS)
     tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
-    learned = lessons(nouns, sentences, tokenizer, space, known)
+    learned = lessons(nouns, wordnet.adjectives(), sentences, tokenizer, space, known)
     clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
     config = Training(steps=options.steps)
     name = "held-out" if options.hold_out else "selftpt-tiny"
@@ -81,7 +77,7 @@ def main() -> None:
     clip.logit_scale.data.fill_(torch.tensor(scale).log())
     facts: dict[str, Any] = {
         "training": asdict(config),
-        "kernel": asdict(KERNEL),
+        "kernel": asdict(Kernel()),
         "kernel_of_words": asdict(WORDS),
         "lessons": [len(lesson.texts) for lesson in learned],
         "scale": scale,
@@ -96,16 +92,11 @@ def main() -> None:
         of_unseen = torch.isin(labels, torch.tensor(UNSEEN))
         where = torch.searchsorted(torch.tensor(UNSEEN), labels[of_unseen])
         facts["of_unseen_pictures_by_names"] = right(pictures[of_unseen], vectors[UNSEEN], where)
-        directions = F.normalize(nouns.teach(space.prototypes, known, KERNEL)[UNSEEN], dim=-1)
+        directions = F.normalize(nouns.teach(space.prototypes, known, Kernel())[UNSEEN], dim=-1)
         facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), directions, where)
     write_model(clip, options.work / name if options.hold_out else options.out)
     (options.work / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
-
-
-def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
-    """The share of pictures [n, D] that are nearest to the vector [C, D] of their own class [n]."""
-    return ((pictures @ vectors.t()).argmax(1) == labels).float().mean().item()
 
 
 def best_scale(cosines: Tensor, labels: Tensor) -> float:
@@ -113,52 +104,46 @@ def best_scale(cosines: Tensor, labels: Tensor) -> float:
     return min(range(5, 201), key=lambda scale: F.cross_entropy(scale * cosines, labels).item())
 
 
-def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: Tensor) -> None:
-    """Print how well settings of the teacher tell classes it was not told of, by five folds of the seen ones."""
-    folds = seen[torch.randperm(len(seen))].chunk(5)
-    mixes = [(1, 0, 0), (0.2, 0.5, 0.3), (0.3, 0.7, 0), (0.1, 0.6, 0.3), (0.2, 0.4, 0.4), (0.1, 0.4, 0.5)]
-    scores = []
-    for mix, width, ridge in itertools.product(mixes, (0.2, 0.35, 0.5), (0.1, 0.3)):
-        kernel, hits = Kernel(*mix, width, ridge), []
-        for fold in folds:
-            fold = fold.sort().values
-            known = seen[~torch.isin(seen, fold)]
-            space = Space.of(head, features[torch.isin(labels, known)], known, DIMENSIONS)
-            directions = F.normalize(nouns.teach(space.prototypes, known, kernel)[fold], dim=-1)
-            of_fold = torch.isin(labels, fold)
-            hits.append(right(space.see(features[of_fold]), directions, torch.searchsorted(fold, labels[of_fold])))
-        scores.append((sum(hits) / len(hits), kernel))
-        print(f"{scores[-1][0]:.1%} {kernel}", flush=True)
-    print("best:", *max(scores, key=lambda score: score[0]))
-
-
 def lessons(
-    nouns: Nouns, sentences: Sentences, tokenizer: SimpleTokenizer, space: Space, known: Tensor
+    nouns: Nouns,
+    adjectives: dict[str, str],
+    sentences: Sentences,
+    tokenizer: SimpleTokenizer,
+    space: Space,
+    known: Tensor,
 ) -> list[Lesson]:
     """The classes by their own directions; WordNet's nouns, other words and definitions by the teacher's.
 
     Common words, those which the vocabulary has as one token, are learned more often.
     """
-    by_noun = nouns.teach(space.prototypes, known, KERNEL)
+    by_noun = nouns.teach(space.prototypes, known, Kernel())
     typical = by_noun[known].norm(dim=-1).median()
-    for noun, label in nouns.synonyms(known):
-        by_noun[noun] += space.prototypes[label]
+    by_noun += nouns.told(space.prototypes, known)
     taken = {name.lower() for name in nouns.names}
+
+    def common(name: str) -> bool:
+        return all(f"{word}</w>" in tokenizer.encoder for word in name.lower().split())
+
     pieces = {piece for piece in sentences.tokenizer.get_vocab() if piece.isalpha() and len(piece) > 2}
-    others = [word for word in sorted(pieces - taken) if f"{word}</w>" in tokenizer.encoder]
-    by_word = nouns.teach_words(sentences(others), space.prototypes, known, WORDS)
+    adjectives = {word: text for word, text in sorted(adjectives.items()) if word not in taken and common(word)}
+    others = [word for word in sorted(pieces - taken - adjectives.keys()) if common(word)]
+    by_word = [
+        nouns.teach_words(sentences(others), None, space.prototypes, known, WORDS),
+        nouns.teach_words(
+            sentences(list(adjectives)), sentences(list(adjectives.values())), space.prototypes, known, WORDS
+        ),
+    ]
 
     def lesson(texts: Sequence[str], directions: Tensor, each: int, whole: bool = False) -> Lesson:
-        length = directions.norm(dim=-1)
-        return Lesson(texts, directions / length[:, None], (length / typical).clamp(max=1), each, whole)
+        surest = directions.norm(dim=-1, keepdim=True).clamp(min=typical)
+        return Lesson(texts, directions / surest, each, whole)
 
-    names = [*nouns.names[len(NAMES) :], *others]
-    by_name = torch.cat([by_noun[len(NAMES) :], by_word])
-    common = [all(f"{word}</w>" in tokenizer.encoder for word in name.lower().split()) for name in names]
-    often, seldom = ([i for i, c in enumerate(common) if c == wanted] for wanted in (True, False))
+    names = [*nouns.names[len(NAMES) :], *others, *adjectives]
+    by_name = torch.cat([by_noun[len(NAMES) :], *by_word])
+    often, seldom = ([i for i, name in enumerate(names) if common(name) == wanted] for wanted in (True, False))
     defined = {i: text for i, text in nouns.definitions.items() if len(tokenizer.encode(text)) <= 24}
     return [
-        Lesson([NAMES[i] for i in known], space.prototypes[known], torch.ones(len(known)), 128),
+        Lesson([NAMES[i] for i in known], space.prototypes[known], 128),
         lesson([names[i] for i in often], by_name[often], 128),
         lesson([names[i] for i in seldom], by_name[seldom], 96),
         lesson(list(defined.values()), by_noun[list(defined)], 48, whole=True),

@@ -23,6 +23,7 @@ CONFIG: dict[str, Any] = {
     },
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 192, "heads": 4, "layers": 4},
 }
+DIMENSIONS = CONFIG["embed_dim"] - 1  # of the pictures' space: one more is the texts' cone
 
 
 def small(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from selftpt.images import Preprocess, in_threads, open_picture, pictures_in
 
+HOME = Path(__file__).resolve().parents[2]
 TRUNK = "tf_efficientnet_lite0"
 PREPROCESS = {"size": 224, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "shortest"}
 NAMES: Sequence[str] = IMAGENET_CLASSNAMES
 WNIDS: Sequence[str] = files("timm.data").joinpath("_info/imagenet_synsets.txt").read_text().split()
+UNSEEN = sorted(random.Random(0).sample(range(len(NAMES)), 200))  # the classes of the held-out model's exam
 
 
 def trunk() -> Any:

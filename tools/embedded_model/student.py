@@ -30,16 +30,22 @@ TEMPLATES = [
     "a photo of \0.",
 ]
 USUAL = "a photo of a \0."
-CONE = 1.5  # what all texts have in common, in parts of what tells them apart: their cosines are about 0.7, as CLIP's
+# What stands between two names, and how much the second counts: of "barn cat" twice as much, of "cat in a barn" half.
+PAIRS = [("", 2.0), ("or", 1.0), ("and", 1.0), *((link, 0.5) for link in ("with a", "in a", "on a", "near a", ","))]
+CONE = (
+    2.0  # what all texts have in common, in parts of what tells them apart: words have cosines of about 0.7, as CLIP's
+)
+REACH = 0.2  # the less sure the direction of a text, the longer: pictures are farther from a vague direction
 
 
 @dataclass(frozen=True)
 class Training:
     """How the student is trained."""
 
-    steps: int = 4000
+    steps: int = 3600
     usual: float = 0.25  # share of names in the usual template
     plural: float = 0.1  # share of names in the plural
+    pairs: float = 0.15  # share of names with another name beside them
     lr: float = 1e-3
     table_lr: float = 1e-3
     warmup: int = 100
@@ -52,14 +58,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Texts with the directions they should have [n, D] and how sure the teacher is of each, [n].
+    """Texts with the directions they should have [n, D], each as long as the teacher is sure of it, 1 at most.
 
     each: how many are learned in a step. whole: whether they are sentences, which go into no template.
     """
 
     texts: Sequence[str]
     targets: Tensor
-    weights: Tensor
     each: int
     whole: bool = False
 
@@ -86,9 +91,14 @@ def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
     return F.normalize(x @ clip.text_projection, dim=-1)
 
 
-def in_cone(directions: Tensor) -> Tensor:
-    """Unit directions [n, D] as unit vectors of texts [n, D + 1]; pictures have nothing of the last dimension."""
-    return F.normalize(F.pad(directions, (0, 1), value=CONE), dim=-1)
+def in_cone(targets: Tensor, reach: float = REACH) -> Tensor:
+    """Directions [n, D], as long as they are sure, as unit vectors of texts [n, D + 1].
+
+    Pictures have nothing of the last dimension, so what a text has of the others is the scale of its scores.
+    """
+    sure = targets.norm(dim=-1, keepdim=True)
+    far = (sure.clamp(0.1, 1) ** -reach / (1 + CONE**2) ** 0.5).clamp(max=1)
+    return torch.cat([far * F.normalize(targets, dim=-1), (1 - far**2).sqrt()], dim=-1)
 
 
 def plural(name: str) -> str:
@@ -104,16 +114,29 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     forms = {form for lesson in lessons for text in lesson.texts for form in (text, plural(text))}
     texts = {text: tokenizer.encode(text) for text in sorted(forms)}
     frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
+    links = {link: tokenizer.encode(link) for link, _ in PAIRS}
     ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
-    used = sorted({*ends, *chain.from_iterable(texts.values()), *chain.from_iterable(chain(*frames.values()))})
+    used = sorted({*ends, *chain.from_iterable([*texts.values(), *links.values(), *chain(*frames.values())])})
     row = {token: i for i, token in enumerate(used)}
     table = torch.nn.Parameter(clip.token_embedding.weight[used].detach().clone())
 
-    def write(text: str, whole: bool) -> list[int]:
-        before, after = frames["\0" if whole else USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
-        form = plural(text) if not whole and rng.random() < config.plural else text
-        tokens = [*[ends[0], *before, *texts[form], *after][: longest - 1], ends[1]]
-        return [row[token] for token in tokens]
+    def write(lesson: Lesson, i: int) -> tuple[list[int], Tensor]:
+        """A text as it stands in a sentence, in rows of the table, and where it should land."""
+
+        def named(i: int) -> list[int]:
+            text = lesson.texts[i]
+            return texts[plural(text) if not lesson.whole and rng.random() < config.plural else text]
+
+        name, target = named(i), lesson.targets[i]
+        if not lesson.whole and rng.random() < config.pairs:
+            (link, share), other = rng.choice(PAIRS), rng.randrange(len(lesson.texts))
+            name = [*name, *links[link], *named(other)]
+            target = (target + share * lesson.targets[other]) / (1 + share)
+        before, after = frames[
+            "\0" if lesson.whole else USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)
+        ]
+        tokens = [*[ends[0], *before, *name, *after][: longest - 1], ends[1]]
+        return [row[token] for token in tokens], target
 
     rest = [p for name, p in clip.named_parameters() if not name.startswith(("visual", "token_", "logit_"))]
     groups = [
@@ -128,22 +151,24 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     draws = [_rounds(len(lesson.texts), lesson.each, rng) for lesson in lessons]
     for step in track(range(config.steps), "training"):
         drawn = [(lesson, next(draw)) for lesson, draw in zip(lessons, draws, strict=True)]
-        rows = [write(lesson.texts[i], lesson.whole) for lesson, some in drawn for i in some]
-        wanted = in_cone(torch.cat([lesson.targets[some] for lesson, some in drawn]))
-        sure = torch.cat([lesson.weights[some] for lesson, some in drawn])
+        rows, targets = zip(*(write(lesson, i) for lesson, some in drawn for i in some), strict=True)
+        aims = torch.stack(targets)
+        wanted, sure = in_cone(aims), aims.norm(dim=-1)
         order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
         found = torch.cat([walk(clip, table, [rows[i] for i in some]) for some in order.chunk(config.groups)])
         wanted, sure = wanted[order], sure[order]
-        cosines = (1 + CONE**2) * found @ wanted.t() - CONE**2  # of the directions, once all texts are in the cone
-        cosine = cosines.diagonal()
-        apart = F.cross_entropy(cosines / config.temperature, torch.arange(len(rows)), reduction="none")
-        loss = (sure * (2 * (1 - cosine) + config.apart * apart)).mean()
+        cosines = found @ wanted.t()
+        off = (1 + CONE**2) * (1 - cosines.diagonal())
+        scores = (1 + CONE**2) / config.temperature * cosines
+        apart = F.cross_entropy(scores, torch.arange(len(rows)), reduction="none")
+        loss = (sure * (2 * off + config.apart * apart)).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(rest, 1.0)
         optimizer.step()
         curve.step()
         if (step + 1) % 50 == 0:
+            cosine = F.cosine_similarity(found[:, :-1], wanted[:, :-1])
             by_lesson = cosine[order.argsort()].split([lesson.each for lesson in lessons])
             line = {
                 "step": step + 1,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,13 +55,14 @@ class Kernel:
     gloss: float = 0.5
     place: float = 0.3
     width: float = 0.35
-    ridge: float = 0.1
+    ridge: float = 0.03
 
 
 class Nouns:
     """ImageNet's classes and WordNet's nouns: their names' vectors, and those and the places of their meanings.
 
     definitions: of the first meaning of a noun, for one noun of each meaning.
+    below: the classes that are a meaning, or kinds of it.
     """
 
     def __init__(self, wordnet: WordNet, sentences: Sentences) -> None:
@@ -77,9 +79,11 @@ class Nouns:
         first = {of[0]: i for i, of in reversed(list(enumerate(meanings)))}
         self.definitions = {noun: wordnet.meanings[offset].gloss for offset, noun in first.items()}
         self.by_name = sentences(self.names)
-        self.by_gloss = sentences(
-            [f"{', '.join(wordnet.meanings[o].words)}: {wordnet.meanings[o].gloss}" for o in offsets]
-        )
+        self.by_gloss = sentences([wordnet.meanings[offset].text for offset in offsets])
+        self.below: dict[int, list[int]] = {}
+        for label, wnid in enumerate(WNIDS):
+            for offset in wordnet.ancestors(wnid[1:]) & place.keys():
+                self.below.setdefault(place[offset], []).append(label)
         self.by_place = _places([wordnet.ancestors(offset) for offset in offsets], self.meaning[: len(NAMES)])
 
     def classes(self) -> Nouns:
@@ -88,6 +92,7 @@ class Nouns:
         alone.names, alone.by_name = self.names[:count], self.by_name[:count]
         alone.noun, alone.meaning, alone.weight = self.noun[:count], torch.arange(count), self.weight[:count]
         alone.by_gloss, alone.by_place = self.by_gloss[meaning], self.by_place[meaning]
+        alone.below = {i: self.below[of] for i, of in enumerate(meaning.tolist())}
         return alone
 
     def like(self, others: Tensor, kernel: Kernel) -> Tensor:
@@ -99,25 +104,52 @@ class Nouns:
         spread.index_add_(0, self.noun, self.weight[:, None] * by_meaning[self.meaning])
         return spread + kernel.name * _rbf(self.by_name @ self.by_name[others].t(), kernel)
 
-    def synonyms(self, known: Tensor) -> Iterator[tuple[int, int]]:
-        """Nouns of which the first meaning is a known class, with that class."""
-        label = {self.meaning[c].item(): c for c in known.tolist()}
-        last = -1
-        for noun, meaning in zip(self.noun.tolist(), self.meaning.tolist(), strict=True):
-            if noun != last and meaning in label:
-                yield noun, label[meaning]
-            last = noun
+    def told(self, prototypes: Tensor, known: Tensor) -> Tensor:
+        """What needs no inference, [n, D]: a noun has the mean direction of the known classes that are kinds of it."""
+        there, directions = {*known.tolist()}, torch.zeros(len(self.by_gloss), prototypes.shape[1])
+        for meaning, classes in self.below.items():
+            if kinds := [label for label in classes if label in there]:
+                directions[meaning] = F.normalize(prototypes[kinds].mean(0), dim=0)
+        told = torch.zeros(len(self.names), prototypes.shape[1])
+        return told.index_add_(0, self.noun, self.weight[:, None] * directions[self.meaning])
+
+    def groups(self, classes: Tensor) -> dict[int, list[int]]:
+        """Nouns with those of the classes that are kinds of their first meaning: two to twelve, none in two groups."""
+        pairs = zip(self.noun.tolist(), self.meaning.tolist(), strict=True)
+        first = dict(reversed(list(pairs)))
+        name = {meaning: noun for noun, meaning in first.items() if noun >= len(NAMES)}
+        there, found = {*classes.tolist()}, {}
+        for meaning, below in sorted(self.below.items(), key=lambda item: (-len(item[1]), item[0])):
+            kinds = [label for label in below if label in there]
+            if meaning in name and 2 <= len(kinds) <= 12:
+                found[name[meaning]] = kinds
+                there -= {*kinds}
+        return found
 
     def teach(self, prototypes: Tensor, known: Tensor, kernel: Kernel) -> Tensor:
         """Directions [n, D] of all nouns from those of known classes, longer if surer: kernel ridge regression."""
         like = self.like(known, kernel)
         return like @ _solve(like[known], prototypes[known], kernel)
 
-    def teach_words(self, vectors: Tensor, prototypes: Tensor, known: Tensor, kernel: Kernel) -> Tensor:
-        """The same for words [n, 384] of which nothing but the sentence encoder's vector is known."""
-        names = self.by_name[known]
-        like = _rbf(names @ names.t(), kernel)
-        return _rbf(vectors @ names.t(), kernel) @ _solve(like, prototypes[known], kernel)
+    def teach_words(
+        self, names: Tensor, glosses: Tensor | None, prototypes: Tensor, known: Tensor, kernel: Kernel
+    ) -> Tensor:
+        """The same for words that have no place among the nouns: by vectors [n, 384] of their names and definitions.
+
+        Without definitions, by the names alone.
+        """
+        ours, like = self.by_name[known], _rbf(names @ self.by_name[known].t(), kernel)
+        among = _rbf(ours @ ours.t(), kernel)
+        if glosses is not None:
+            ours = self.by_gloss[self.meaning[known]]
+            like = kernel.name * like + kernel.gloss * _rbf(glosses @ ours.t(), kernel)
+            among = kernel.name * among + kernel.gloss * _rbf(ours @ ours.t(), kernel)
+        return like @ _solve(among, prototypes[known], kernel)
+
+
+def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
+    """The share of pictures [n, D] that are nearest to the vector [C, D] of their own class [n]."""
+    return ((pictures @ vectors.t()).argmax(1) == labels).float().mean().item()
 
 
 def _solve(like: Tensor, directions: Tensor, kernel: Kernel) -> Tensor:
@@ -140,7 +172,9 @@ def _places(ancestors: Sequence[frozenset[str]], classes: Tensor) -> Tensor:
     columns = {o: i for i, o in enumerate(sorted({o for c in classes.tolist() for o in ancestors[c]}))}
     places = torch.zeros(len(ancestors), len(columns))
     for row, of in enumerate(ancestors):
-        length = sum(surprise[o] ** 2 for o in of) ** 0.5 or 1.0  # all are kinds of the first, which tells nothing
+        length = (
+            math.fsum(surprise[o] ** 2 for o in of) ** 0.5 or 1.0
+        )  # all are kinds of the first, which tells nothing
         for o in of & columns.keys():
             places[row, columns[o]] = surprise[o] / length
     return places

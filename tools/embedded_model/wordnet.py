@@ -1,4 +1,5 @@
-"""Things that can be in a picture, from WordNet 3.0's files: nouns, what they mean, and what they are kinds of."""
+"""Things that can be in a picture, from WordNet 3.0's files: nouns, what they mean, and what they are kinds of; and
+adjectives."""
 
 from __future__ import annotations
 
@@ -36,27 +37,18 @@ class Synset:
     gloss: str
     subject: int
 
+    @property
+    def text(self) -> str:
+        """All of it that the sentence encoder reads."""
+        return f"{', '.join(self.words)}: {self.gloss}"
+
 
 class WordNet:
     """`meanings` by offset (as in "n01440764"), `senses` of each lower-case noun, the most frequent first."""
 
     def __init__(self, folder: Path) -> None:
-        self.meanings: dict[str, Synset] = {}
-        for line in _lines(folder / "data.noun"):
-            head, _, gloss = line.partition(" | ")
-            fields = head.split()
-            count = int(fields[3], 16)
-            words = tuple(word.replace("_", " ") for word in fields[4 : 4 + 2 * count : 2])
-            pointers = fields[5 + 2 * count :]
-            links = [(pointers[i], pointers[i + 1]) for i in range(0, len(pointers), 4)]
-            kinds = tuple(offset for symbol, offset in links if symbol in ("@", "@i"))
-            instance = any(symbol == "@i" for symbol, _ in links)
-            definition = gloss.split('; "')[0].strip()
-            self.meanings[fields[0]] = Synset(words, kinds, instance, definition, int(fields[1]))
-        self.senses: dict[str, list[str]] = {}
-        for line in _lines(folder / "index.noun"):
-            fields = line.split()
-            self.senses[fields[0].replace("_", " ")] = fields[-int(fields[2]) :]
+        self.folder = folder
+        self.meanings, self.senses = _read(folder, "noun")
 
     @cache  # noqa: B019 (one WordNet in a run)
     def ancestors(self, offset: str) -> frozenset[str]:
@@ -87,6 +79,31 @@ class WordNet:
             if not (latin and noun.split()[-1] not in self.senses):
                 found[written] = seen[:3]
         return found
+
+    def adjectives(self) -> dict[str, str]:
+        """Each adjective of one word, with its first meaning: the words for it and the definition."""
+        meanings, senses = _read(self.folder, "adj")
+        return {word: meanings[of[0]].text for word, of in senses.items() if word.isalpha() and len(word) > 2}
+
+
+def _read(folder: Path, part: str) -> tuple[dict[str, Synset], dict[str, list[str]]]:
+    """The meanings by offset and the senses by lower-case word of a part of speech."""
+    meanings, senses = {}, {}
+    for line in _lines(folder / f"data.{part}"):
+        head, _, gloss = line.partition(" | ")
+        fields = head.split()
+        count = int(fields[3], 16)
+        words = tuple(word.split("(")[0].replace("_", " ") for word in fields[4 : 4 + 2 * count : 2])
+        pointers = fields[5 + 2 * count :]
+        links = [(pointers[i], pointers[i + 1]) for i in range(0, len(pointers), 4)]
+        kinds = tuple(offset for symbol, offset in links if symbol in ("@", "@i"))
+        instance = any(symbol == "@i" for symbol, _ in links)
+        definition = gloss.split('; "')[0].strip()
+        meanings[fields[0]] = Synset(words, kinds, instance, definition, int(fields[1]))
+    for line in _lines(folder / f"index.{part}"):
+        fields = line.split()
+        senses[fields[0].replace("_", " ")] = fields[-int(fields[2]) :]
+    return meanings, senses
 
 
 def _lines(path: Path) -> list[str]:
