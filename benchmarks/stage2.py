@@ -40,7 +40,7 @@ def main() -> None:
     model, runs = load_model(device="cpu"), Runs(options.runs)
     print("dataset seed  cosine  CPT before after  alike  moved  new before after")
     for record in runs.records:
-        if record["method"] == "self-tpt" and record["protocol"] == "base-to-new":
+        if (record["method"], record["protocol"]) == ("self-tpt", "base-to-new"):
             bench = Bench(model, "base-to-new", options.data, runs, changes=record["changes"])
             row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
             print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
@@ -52,7 +52,7 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     source = bench.source_of(run)
     assert source is not None
     job = Job(model, source[0], bench.runs.folder / "learned", print)
-    file = job.file(settings.learn)
+    file = job.file("prompt", settings.learn)
     assert file.is_file(), f"{file} is missing: were data, model or settings others?"
     prompt = job.prompt(settings.learn)
     steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]

@@ -59,7 +59,7 @@ def main() -> None:
     model = load_model(str(options.work / "held-out"), device="cpu")
 
     def right(classifier: Classifier, source: Source) -> float:
-        features = FeatureStore(model, Look())(source.paths)[:, 0]
+        features = FeatureStore(model, Look())(source.paths)
         return top(classifier(features), torch.tensor(source.labels), 1)
 
     order = random.Random(0).sample(UNSEEN, len(UNSEEN))
