@@ -2,7 +2,8 @@
 
 By the held-out model (`--hold-out`), on lists of the classes that it has not learned: a prompt is learned from the
 pictures of half of a list, adapted to the names of the other half, and examined on the pictures of that. Each line
-has the mean over lists, and the mean and standard error of what it is more than CoOp's.
+has the mean over lists, and the mean and standard error of what it is more than CoOp's. A setting of stage 1 takes
+more than a quarter of an hour with one thread; `--stage-1` names those to compare.
 """
 
 from __future__ import annotations
