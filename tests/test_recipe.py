@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from tools.embedded_model import student, teacher
 from tools.embedded_model.export import small
+from tools.embedded_model.ingredients import NAMES, read_looks
 from tools.embedded_model.student import Lesson, Training, train, walk
 from tools.embedded_model.teacher import Nouns, Space
 from tools.embedded_model.wordnet import WordNet
@@ -56,6 +59,7 @@ def wordnet(tmp_path: Path) -> WordNet:
 
 def test_wordnet(wordnet: WordNet) -> None:
     assert wordnet.meanings["00000002"].gloss == "a feline"
+    assert [wordnet.kind(offset) for offset in ("00000001", "00000004")] == ["thing", "cat"]
     assert wordnet.ancestors("00000004") == {"00000004", "00000002", "00000001"}
     assert wordnet.nouns() == {
         "cat": ["00000002"],
@@ -81,35 +85,91 @@ def nouns(wordnet: WordNet, monkeypatch: pytest.MonkeyPatch) -> Nouns:
         letters = [[text.lower().count(chr(97 + i)) + 0.1 for i in range(26)] for text in texts]
         return F.normalize(torch.tensor(letters), dim=-1)
 
-    return Nouns(wordnet, sentences)  # type: ignore[arg-type]
+    looks = {"thing": [1, 0], "persian cat": [1], "persian": [1], "furry": [0]}
+    return Nouns(wordnet, sentences, looks)  # type: ignore[arg-type]
 
 
-def test_a_noun_is_told_the_mean_of_its_known_kinds(nouns: Nouns) -> None:
-    prototypes = F.normalize(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), dim=-1)
-    told = dict(zip(nouns.names, nouns.told(prototypes, torch.arange(2)), strict=True))
-    torch.testing.assert_close(told["cat"], prototypes[0])
-    torch.testing.assert_close(told["Persian cat"], prototypes[0])
-    torch.testing.assert_close(told["thing"], F.normalize(prototypes.mean(0), dim=0))
-    alone = nouns.classes().told(prototypes, torch.tensor([0]))
-    torch.testing.assert_close(alone, torch.stack([prototypes[0], torch.zeros(5)]))
-    only = dict(zip(nouns.names, nouns.told(prototypes, torch.tensor([1])), strict=True))
-    assert not only["cat"].any()
-    torch.testing.assert_close(only["thing"], prototypes[1])
-    groups = {nouns.names[noun]: kinds for noun, kinds in nouns.groups(torch.arange(2)).items()}
+PROTOTYPES = F.normalize(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), dim=-1)
+BOTH = torch.arange(2)
+
+
+def test_a_meaning_is_told_the_mean_of_its_known_kinds(nouns: Nouns) -> None:
+    cat, thing, persian = (int(nouns.first[nouns.names.index(name)]) for name in ("cat", "thing", "Persian cat"))
+    told = nouns.kinds(PROTOTYPES, BOTH)
+    torch.testing.assert_close(told[[cat, persian]], PROTOTYPES[[0, 0]])
+    torch.testing.assert_close(told[thing], PROTOTYPES.mean(0))
+    only = nouns.kinds(PROTOTYPES, torch.tensor([1]))
+    assert not only[cat].any()
+    torch.testing.assert_close(only[thing], PROTOTYPES[1])
+    groups = {nouns.names[noun]: kinds for noun, kinds in nouns.groups(BOTH).items()}
     assert groups == {"thing": [0, 1]}
 
 
+def test_things_lie_where_the_classes_are_that_they_look_like(nouns: Nouns) -> None:
+    found = teacher.by_looks(["Thing", "Persian", "no such thing"], nouns.looks, PROTOTYPES, BOTH)
+    expected = (PROTOTYPES[1] + 0.5 * PROTOTYPES[0]) / 1.5
+    torch.testing.assert_close(found, torch.stack([expected, torch.zeros(5), torch.zeros(5)]))
+    other = teacher.by_looks(["thing", "Persian"], nouns.looks, PROTOTYPES, torch.tensor([1]))
+    torch.testing.assert_close(other, PROTOTYPES[[1, 1]])  # a class that is not known may look like one that is
+
+
 def test_the_teacher_knows_what_it_was_told(nouns: Nouns) -> None:
-    prototypes, known = torch.eye(2), torch.arange(2)
-    exact = teacher.Kernel(ridge=0.0)
-    torch.testing.assert_close(nouns.teach(prototypes, known, exact)[:2], prototypes)
-    names, glosses = nouns.by_name[:2], nouns.by_gloss[nouns.meaning[:2]]
+    prototypes, exact = torch.eye(2), teacher.Kernel(ridge=0.0, doubt=math.inf)
+    found, _ = nouns.teach(prototypes, BOTH, exact, kinds=0, looks=0)
+    torch.testing.assert_close(found[:2], prototypes)
+    names, glosses = nouns.by_name[:2], nouns.by_gloss[nouns.first[:2]]
     words = teacher.Kernel(name=0.3, gloss=0.7, place=0.0, ridge=0.0)
     for given in (None, glosses):
-        torch.testing.assert_close(nouns.teach_words(names, given, prototypes, known, words), prototypes)
+        torch.testing.assert_close(nouns.teach_words(names, given, prototypes, BOTH, words), prototypes)
     mostly = teacher.Kernel(name=0.01, gloss=0.99, place=0.0, ridge=0.0)
-    swapped = nouns.teach_words(names, glosses.flip(0), prototypes, known, mostly)
+    swapped = nouns.teach_words(names, glosses.flip(0), prototypes, BOTH, mostly)
     torch.testing.assert_close(swapped, prototypes.flip(0), atol=0.1, rtol=0)
+
+
+def test_a_noun_is_the_mean_of_its_senses_and_has_the_looks_of_the_first(nouns: Nouns) -> None:
+    angora, kernel = nouns.names.index("angora"), teacher.Kernel()
+    found, senses = nouns.teach(PROTOTYPES, BOTH, kernel)
+    of_angora = nouns.noun == angora
+    assert nouns.weight[of_angora].tolist() == pytest.approx([2 / 3, 1 / 3])
+    torch.testing.assert_close(found[angora], nouns.weight[of_angora] @ senses[of_angora])
+    nouns.looks = {**nouns.looks, "angora": [1]}
+    doubtful = dataclasses.replace(kernel, doubt=math.inf)  # so that nothing else is inferred from it
+    before, after = ([*nouns.teach(PROTOTYPES, BOTH, doubtful, looks=weight)] for weight in (0, 0.5))
+    torch.testing.assert_close(after[0][angora] - before[0][angora], 0.5 * PROTOTYPES[1])
+    more = after[1][of_angora] - before[1][of_angora]
+    torch.testing.assert_close(more, torch.stack([0.5 * PROTOTYPES[1], torch.zeros(5)]))
+
+
+def test_others_are_inferred_from_what_nouns_look_like(nouns: Nouns) -> None:
+    """True cats come nearer to what a cat is said to look like, the more so the less that is doubted."""
+    nouns.looks, other = {"cat": [1]}, nouns.names.index("true cat")
+    near = []
+    for doubt in (math.inf, 1.0, 0.1):
+        found, _ = nouns.teach(PROTOTYPES, BOTH, teacher.Kernel(doubt=doubt), kinds=0)
+        near.append(F.cosine_similarity(found[other], PROTOTYPES[1], dim=0).item())
+    assert near == sorted(near)
+    assert near[2] > near[0] + 0.1
+
+
+def test_some_nouns_are_taught_as_all_are(nouns: Nouns) -> None:
+    rows = torch.tensor([0, 1, nouns.names.index("thing"), nouns.names.index("angora")])
+    some = nouns.only(rows)
+    assert some.names == ["Persian", "the singer", "thing", "angora"]
+    nothing = teacher.Kernel(doubt=math.inf)  # what others look like is not known to some
+    expected, senses = nouns.teach(PROTOTYPES, BOTH, nothing)
+    found, their = some.teach(PROTOTYPES, BOTH, nothing)
+    torch.testing.assert_close(found, expected[rows])
+    torch.testing.assert_close(their, senses[torch.isin(nouns.noun, rows)])
+    assert [some.kind[i] for i in some.first] == ["cat", "thing", "thing", "thing"]
+    assert some.definitions == [nouns.definitions[i] for i in rows]
+
+
+def test_the_table_of_looks() -> None:
+    looks = read_looks()
+    assert NAMES[looks["okapi"][0]] == "zebra"
+    for label, name in enumerate(NAMES):
+        assert label not in looks[name.lower()]
+    assert all(1 <= len(classes) == len({*classes}) for classes in looks.values())
 
 
 def test_the_space_keeps_what_tells_classes_apart() -> None:
@@ -149,8 +209,8 @@ def test_the_student_learns(clip: CLIP, tmp_path: Path) -> None:
     names = ["cat", "dog", "tram", "red kite", "boat", "rocket"]
     targets = F.normalize(torch.randn(6, 7, generator=torch.Generator().manual_seed(1)), dim=-1)
     before = clip.token_embedding.weight.detach().clone()
-    lessons = [Lesson(names[:3], targets[:3], 3), Lesson(names[3:], targets[3:], 2)]
-    lessons.append(Lesson(["a small furry animal that purrs"], targets[:1], 1, whole=True))
+    lessons = [Lesson(some, targets[i : i + 3], 3 - i // 3, some) for i in (0, 3) if (some := names[i : i + 3])]
+    lessons.append(Lesson(["a small furry animal that purrs"], targets[:1], 1))
     config = Training(steps=160, lr=0.02, table_lr=0.02, warmup=5, groups=2, pairs=0.3)
     train(clip, tokenizer, lessons, config, tmp_path / "log.jsonl")
     with torch.no_grad():

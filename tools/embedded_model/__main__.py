@@ -22,13 +22,13 @@ from torch import Tensor
 from selftpt.files import write_tensors
 from tools.embedded_model.choose import choose
 from tools.embedded_model.export import CONFIG, DIMENSIONS, write_model
-from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, see, trunk
+from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, read_looks, see, trunk
 from tools.embedded_model.sentences import Sentences
-from tools.embedded_model.student import Lesson, Training, token_vectors, train
-from tools.embedded_model.teacher import Kernel, Nouns, Space, right
+from tools.embedded_model.student import CONE, REACH, Lesson, Training, in_cone, plural, token_vectors, train
+from tools.embedded_model.teacher import Kernel, Nouns, Space, by_looks, right
 from tools.embedded_model.wordnet import WordNet
 
-WORDS = Kernel(name=0.3, gloss=0.7, place=0.0)
+ADJECTIVES = Kernel(name=0.3, gloss=0.7, place=0.0)
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
     features, labels = see(options.pictures, options.work)
     sentences = Sentences(options.work)
     wordnet = WordNet(options.wordnet)
-    nouns = Nouns(wordnet, sentences)
+    nouns = Nouns(wordnet, sentences, read_looks())
     torch.manual_seed(0)
     network = trunk()
     head = network.get_classifier().weight.detach()
@@ -62,7 +62,8 @@ def main() -> None:
     of_known = torch.isin(labels, known)
     space = Space.of(head, features[of_known], known, DIMENSIONS)
     tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
-    learned = lessons(nouns, wordnet.adjectives(), sentences, tokenizer, space, known)
+    taught = nouns.teach(space.prototypes, known, Kernel())
+    learned = lessons(nouns, taught, wordnet.adjectives(), sentences, tokenizer, space, known)
     clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
     config = Training(steps=options.steps)
     name = "held-out" if options.hold_out else "selftpt-tiny"
@@ -77,8 +78,11 @@ def main() -> None:
     clip.logit_scale.data.fill_(torch.tensor(scale).log())
     facts: dict[str, Any] = {
         "training": asdict(config),
+        "cone": CONE,
+        "reach": REACH,
         "kernel": asdict(Kernel()),
-        "kernel_of_words": asdict(WORDS),
+        "kernel_of_adjectives": {"name": ADJECTIVES.name, "gloss": ADJECTIVES.gloss},
+        "looks": len(nouns.looks),
         "lessons": [len(lesson.texts) for lesson in learned],
         "scale": scale,
         "of_pictures_by_prototypes": right(space.see(features[of_known]), space.prototypes[known], where),
@@ -92,8 +96,9 @@ def main() -> None:
         of_unseen = torch.isin(labels, torch.tensor(UNSEEN))
         where = torch.searchsorted(torch.tensor(UNSEEN), labels[of_unseen])
         facts["of_unseen_pictures_by_names"] = right(pictures[of_unseen], vectors[UNSEEN], where)
-        directions = F.normalize(nouns.teach(space.prototypes, known, Kernel())[UNSEEN], dim=-1)
-        facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), directions, where)
+        row = {name: i for i, name in enumerate(nouns.names)}  # a noun's, if there is one, is what the student learned
+        targets = in_cone(taught[0][[row[NAMES[label]] for label in UNSEEN]])[:, :-1]
+        facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), targets, where)
     write_model(clip, options.work / name if options.hold_out else options.out)
     (options.work / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
     print(json.dumps(facts, indent=1))
@@ -106,6 +111,7 @@ def best_scale(cosines: Tensor, labels: Tensor) -> float:
 
 def lessons(
     nouns: Nouns,
+    taught: tuple[Tensor, Tensor],
     adjectives: dict[str, str],
     sentences: Sentences,
     tokenizer: SimpleTokenizer,
@@ -116,9 +122,7 @@ def lessons(
 
     Common words, those which the vocabulary has as one token, are learned more often.
     """
-    by_noun = nouns.teach(space.prototypes, known, Kernel())
-    typical = by_noun[known].norm(dim=-1).median()
-    by_noun += nouns.told(space.prototypes, known)
+    given, (by_noun, by_sense) = (space.prototypes, known), taught
     taken = {name.lower() for name in nouns.names}
 
     def common(name: str) -> bool:
@@ -127,26 +131,30 @@ def lessons(
     pieces = {piece for piece in sentences.tokenizer.get_vocab() if piece.isalpha() and len(piece) > 2}
     adjectives = {word: text for word, text in sorted(adjectives.items()) if word not in taken and common(word)}
     others = [word for word in sorted(pieces - taken - adjectives.keys()) if common(word)]
-    by_word = [
-        nouns.teach_words(sentences(others), None, space.prototypes, known, WORDS),
-        nouns.teach_words(
-            sentences(list(adjectives)), sentences(list(adjectives.values())), space.prototypes, known, WORDS
-        ),
-    ]
+    by_name = nouns.teach_words(sentences(others), None, *given, Kernel())
+    by_gloss = nouns.teach_words(sentences([*adjectives]), sentences([*adjectives.values()]), *given, ADJECTIVES)
+    by_gloss += by_looks([*adjectives], nouns.looks, *given)
 
-    def lesson(texts: Sequence[str], directions: Tensor, each: int, whole: bool = False) -> Lesson:
-        surest = directions.norm(dim=-1, keepdim=True).clamp(min=typical)
-        return Lesson(texts, directions / surest, each, whole)
+    def lesson(texts: Sequence[str], directions: Tensor, each: int, plurals: Sequence[str] = ()) -> Lesson:
+        return Lesson(texts, directions / directions.norm(dim=-1, keepdim=True).clamp(min=1), each, plurals)
 
     names = [*nouns.names[len(NAMES) :], *others, *adjectives]
-    by_name = torch.cat([by_noun[len(NAMES) :], *by_word])
+    plurals = [*map(plural, nouns.names[len(NAMES) :]), *others, *adjectives]
+    directions = torch.cat([by_noun[len(NAMES) :], by_name, by_gloss])
     often, seldom = ([i for i, name in enumerate(names) if common(name) == wanted] for wanted in (True, False))
-    defined = {i: text for i, text in nouns.definitions.items() if len(tokenizer.encode(text)) <= 24}
+    senses = [*zip(nouns.noun.tolist(), nouns.meaning.tolist(), strict=True)]
+    typed = {f"{nouns.names[noun]}, a type of {nouns.kind[of]}": i for i, (noun, of) in enumerate(senses)}
+    typed = {text: i for text, i in typed.items() if len(tokenizer.encode(text)) <= 16}
+    defined = {nouns.definitions[noun]: i for i, (noun, of) in enumerate(senses) if of == nouns.first[noun]}
+    defined = {text: i for text, i in defined.items() if len(tokenizer.encode(text)) <= 24}
     return [
-        Lesson([NAMES[i] for i in known], space.prototypes[known], 128),
-        lesson([names[i] for i in often], by_name[often], 128),
-        lesson([names[i] for i in seldom], by_name[seldom], 96),
-        lesson(list(defined.values()), by_noun[list(defined)], 48, whole=True),
+        Lesson(classes := [NAMES[i] for i in known], space.prototypes[known], 128, [*map(plural, classes)]),
+        *(
+            lesson([names[i] for i in some], directions[some], each, [plurals[i] for i in some])
+            for some, each in ((often, 128), (seldom, 96))
+        ),
+        lesson([*typed], by_sense[[*typed.values()]], 32, [*typed]),
+        lesson([*defined], by_sense[[*defined.values()]], 32),
     ]
 
 

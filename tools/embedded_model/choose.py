@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.embedded_model.export import DIMENSIONS
+from tools.embedded_model.ingredients import NAMES
 from tools.embedded_model.student import in_cone
-from tools.embedded_model.teacher import Kernel, Nouns, Space, right
+from tools.embedded_model.teacher import Kernel, Nouns, Space, by_looks, right
 
 MIXES = [(1, 0, 0), (0.2, 0.5, 0.3), (0.3, 0.7, 0), (0.1, 0.6, 0.3), (0.2, 0.4, 0.4), (0.1, 0.4, 0.5)]
+
+REACHES = (0.0, 0.1, 0.2, 0.3)
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,18 @@ class Fold:
         some = torch.isin(self.labels, classes)
         return right(self.pictures[some], vectors, torch.searchsorted(classes, self.labels[some]))
 
-    def teach(self, nouns: Nouns, kernel: Kernel, told: float = 0.0) -> Tensor:
+    def teach(self, nouns: Nouns, kernel: Kernel, kinds: float = 1.0, looks: float = 1.0) -> Tensor:
         """Directions of nouns [n, D], as long as they are sure."""
-        directions = nouns.teach(self.space.prototypes, self.known, kernel)
-        typical = directions[self.known].norm(dim=-1).median()
-        return (directions + told * nouns.told(self.space.prototypes, self.known)) / typical
+        return nouns.teach(self.space.prototypes, self.known, kernel, kinds, looks)[0]
+
+    def mixed(self, vectors: Tensor) -> float:
+        """The share that is right in lists of 25 known classes and 75 others, as those are which people write."""
+        rng, hits = random.Random(0), []
+        for _ in range(40):
+            drawn = rng.sample(self.known.tolist(), 25) + rng.sample(self.others.tolist(), 75)
+            some = torch.tensor(sorted(drawn))
+            hits.append(self.right(vectors[some], some))
+        return statistics.mean(hits)
 
 
 def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: Tensor) -> None:
@@ -47,40 +58,45 @@ def choose(head: Tensor, features: Tensor, labels: Tensor, nouns: Nouns, seen: T
         known = seen[~torch.isin(seen, others)]
         space = Space.of(head, features[torch.isin(labels, known)], known, DIMENSIONS)
         folds.append(Fold(known, others.sort().values, space, space.see(features), labels))
-    choose_kernel(folds, nouns.classes())
-    choose_reach(folds, nouns.classes())
-    choose_told(folds, nouns, seen)
+    alike = [i for i, name in enumerate(nouns.names) if i < len(NAMES) or name.lower() in nouns.looks]
+    choose_kernel(folds, nouns.only(torch.arange(len(NAMES))))
+    choose_looks(folds, nouns.only(torch.tensor(alike)))
+    choose_kinds(folds, nouns.only(torch.tensor(sorted({*alike, *nouns.groups(seen)}))), seen)
 
 
 def choose_kernel(folds: list[Fold], classes: Nouns) -> None:
-    """The classes that the teacher was not told of, among themselves."""
+    """The classes that the teacher was not told of, among themselves, of which it does not know what they look like."""
     print("classes not told of, by kernel")
     scores = []
     for mix, width, ridge in itertools.product(MIXES, (0.2, 0.35, 0.5), (0.01, 0.03, 0.1, 0.3)):
-        kernel = Kernel(*mix, width, ridge)
-        taught = [(fold, F.normalize(fold.teach(classes, kernel)[fold.others], dim=-1)) for fold in folds]
+        kernel = Kernel(*mix, width, ridge, doubt=math.inf)
+        taught = [(fold, F.normalize(fold.teach(classes, kernel, 0, 0)[fold.others], dim=-1)) for fold in folds]
         scores.append((statistics.mean(fold.right(vectors, fold.others) for fold, vectors in taught), kernel))
         print(f"{scores[-1][0]:.1%} {kernel}", flush=True)
     print("best:", *max(scores, key=lambda score: score[0]))
 
 
-def choose_reach(folds: list[Fold], classes: Nouns) -> None:
-    """Lists of known classes and others together, as those are which people write."""
-    print("lists of 25 known classes and 75 others, by the reach of vague directions")
-    for reach in (0.0, 0.1, 0.2, 0.3, 0.4):
-        hits, rng = [], random.Random(0)
-        for fold in folds:
-            targets = fold.teach(classes, Kernel())
-            targets[fold.known] = fold.space.prototypes[fold.known]
-            vectors = in_cone(targets, reach)[:, :-1]
-            for _ in range(40):
-                drawn = rng.sample(fold.known.tolist(), 25) + rng.sample(fold.others.tolist(), 75)
-                some = torch.tensor(sorted(drawn))
-                hits.append(fold.right(vectors[some], some))
-        print(f"{statistics.mean(hits):.1%} {reach}", flush=True)
+def choose_looks(folds: list[Fold], nouns: Nouns) -> None:
+    """How much it counts what things look like, their own looks and those of others, and the reach."""
+    print("classes not told of, and lists of 25 known classes and 75 others, by doubt, weight of looks, and reach")
+    for doubt in (math.inf, 0.3, 1.0, 3.0):
+        taught = [(fold, fold.teach(nouns, Kernel(doubt=doubt), 0, 0)) for fold in folds]
+        for weight in (0.0, 0.5, 1.0, 2.0):
+            alone, mixed = [], []
+            for fold, directions in taught:
+                known, prototypes = fold.known, fold.space.prototypes
+                targets = directions + weight * by_looks(nouns.names, nouns.looks, prototypes, known)
+                targets[known] = prototypes[known]
+                alone.append(fold.right(F.normalize(targets[fold.others], dim=-1), fold.others))
+                mixed.append([fold.mixed(in_cone(targets, reach)[:, :-1]) for reach in REACHES])
+            told = [
+                f"{statistics.mean(some):.1%} {reach}"
+                for reach, some in zip(REACHES, zip(*mixed, strict=True), strict=True)
+            ]
+            print(f"{statistics.mean(alone):.1%} doubt {doubt} looks {weight};", *told, flush=True)
 
 
-def choose_told(folds: list[Fold], nouns: Nouns, seen: Tensor) -> None:
+def choose_kinds(folds: list[Fold], nouns: Nouns, seen: Tensor) -> None:
     """Pictures of classes, by the names of what they are kinds of."""
     groups = nouns.groups(seen)
     place = {label: i for i, group in enumerate(groups.values()) for label in group}

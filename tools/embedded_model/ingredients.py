@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ TRUNK = "tf_efficientnet_lite0"
 PREPROCESS = {"size": 224, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bicubic", "resize_mode": "shortest"}
 NAMES: Sequence[str] = IMAGENET_CLASSNAMES
 WNIDS: Sequence[str] = files("timm.data").joinpath("_info/imagenet_synsets.txt").read_text().split()
+Looks = Mapping[str, Sequence[int]]
 UNSEEN = sorted(random.Random(0).sample(range(len(NAMES)), 200))  # the classes of the held-out model's exam
 
 
@@ -55,3 +56,10 @@ def see(pictures: Path, work: Path, batch: int = 32) -> tuple[Tensor, Tensor]:
     saved = {"features": torch.cat(features), "labels": torch.tensor([label for _, label in paths])}
     save_file(saved, kept)
     return saved["features"], saved["labels"]
+
+
+def read_looks() -> Looks:
+    """ImageNet's classes that pictures of a thing may be taken for, likeliest first, by its name in small letters."""
+    number = {name: label for label, name in reversed([*enumerate(NAMES)])}
+    rows = (line.split("\t") for line in files(__package__).joinpath("looks.tsv").read_text("utf8").splitlines())
+    return {name.lower(): [number[one] for one in classes.split("; ")] for name, classes in rows}

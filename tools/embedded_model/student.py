@@ -42,7 +42,7 @@ REACH = 0.2  # the less sure the direction of a text, the longer: pictures are f
 class Training:
     """How the student is trained."""
 
-    steps: int = 3600
+    steps: int = 3000
     usual: float = 0.25  # share of names in the usual template
     plural: float = 0.1  # share of names in the plural
     pairs: float = 0.15  # share of names with another name beside them
@@ -60,13 +60,14 @@ class Training:
 class Lesson:
     """Texts with the directions they should have [n, D], each as long as the teacher is sure of it, 1 at most.
 
-    each: how many are learned in a step. whole: whether they are sentences, which go into no template.
+    each: how many are learned in a step. plurals: of names; without them the texts are sentences, which go into no
+    template.
     """
 
     texts: Sequence[str]
     targets: Tensor
     each: int
-    whole: bool = False
+    plurals: Sequence[str] = ()
 
 
 def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float = 0.02) -> Tensor:
@@ -111,7 +112,7 @@ def plural(name: str) -> str:
 def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:
     """Train the text tower of `clip` in place; with a log. Tokens that no text has stay as they are."""
     rng, longest = random.Random(config.seed), clip.context_length
-    forms = {form for lesson in lessons for text in lesson.texts for form in (text, plural(text))}
+    forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
     texts = {text: tokenizer.encode(text) for text in sorted(forms)}
     frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
     links = {link: tokenizer.encode(link) for link, _ in PAIRS}
@@ -122,20 +123,19 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
 
     def write(lesson: Lesson, i: int) -> tuple[list[int], Tensor]:
         """A text as it stands in a sentence, in rows of the table, and where it should land."""
-
-        def named(i: int) -> list[int]:
-            text = lesson.texts[i]
-            return texts[plural(text) if not lesson.whole and rng.random() < config.plural else text]
-
-        name, target = named(i), lesson.targets[i]
-        if not lesson.whole and rng.random() < config.pairs:
+        name, target = texts[lesson.texts[i]], lesson.targets[i]
+        frame = frames["\0"]
+        if lesson.plurals:
+            if rng.random() < config.plural:
+                name = texts[lesson.plurals[i]]
+            frame = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
+        room = longest - 2 - sum(map(len, frame))
+        if lesson.plurals and rng.random() < config.pairs:
             (link, share), other = rng.choice(PAIRS), rng.randrange(len(lesson.texts))
-            name = [*name, *links[link], *named(other)]
-            target = (target + share * lesson.targets[other]) / (1 + share)
-        before, after = frames[
-            "\0" if lesson.whole else USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)
-        ]
-        tokens = [*[ends[0], *before, *name, *after][: longest - 1], ends[1]]
+            both = [*name, *links[link], *texts[lesson.texts[other]]]
+            if len(both) <= room:
+                name, target = both, (target + share * lesson.targets[other]) / (1 + share)
+        tokens = [ends[0], *frame[0], *name[:room], *frame[1], ends[1]]
         return [row[token] for token in tokens], target
 
     rest = [p for name, p in clip.named_parameters() if not name.startswith(("visual", "token_", "logit_"))]

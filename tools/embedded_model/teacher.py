@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.embedded_model.ingredients import NAMES, WNIDS
+from tools.embedded_model.ingredients import NAMES, WNIDS, Looks
 from tools.embedded_model.wordnet import WordNet
 
 if TYPE_CHECKING:
@@ -49,75 +49,71 @@ class Space:
 
 @dataclass(frozen=True)
 class Kernel:
-    """How alike two things are: by name, by definition, by place in WordNet; chosen by `choose`."""
+    """How alike two things are: by name, by definition, by place in WordNet; chosen by `choose`.
+
+    ridge: how much is doubted what classes look like; doubt: the same of other nouns.
+    """
 
     name: float = 0.2
     gloss: float = 0.5
     place: float = 0.3
     width: float = 0.35
     ridge: float = 0.03
+    doubt: float = 1.0
 
 
 class Nouns:
     """ImageNet's classes and WordNet's nouns: their names' vectors, and those and the places of their meanings.
 
-    definitions: of the first meaning of a noun, for one noun of each meaning.
-    below: the classes that are a meaning, or kinds of it.
+    first [n]: the meaning of a noun that is most common. below: the classes that are a meaning, or kinds of it.
+    kind: what each meaning is a kind of, by name.
     """
 
-    def __init__(self, wordnet: WordNet, sentences: Sentences) -> None:
+    def __init__(self, wordnet: WordNet, sentences: Sentences, looks: Looks) -> None:
         senses = wordnet.nouns()
-        self.names = [*NAMES, *senses]
+        self.names, self.looks = [*NAMES, *senses], looks
         meanings = [[wnid[1:]] for wnid in WNIDS] + list(senses.values())
         offsets = sorted({offset for of in meanings for offset in of})
         place = {offset: i for i, offset in enumerate(offsets)}
+        self.first = torch.tensor([place[of[0]] for of in meanings])
         rows = [(i, place[offset], 1 / rank) for i, of in enumerate(meanings) for rank, offset in enumerate(of, 1)]
         self.noun, self.meaning = (torch.tensor(column) for column in list(zip(*rows, strict=True))[:2])
         weight = torch.tensor([row[2] for row in rows])
         total = torch.zeros(len(self.names)).index_add(0, self.noun, weight)
         self.weight = weight / total[self.noun]
-        first = {of[0]: i for i, of in reversed(list(enumerate(meanings)))}
-        self.definitions = {noun: wordnet.meanings[offset].gloss for offset, noun in first.items()}
+        self.definitions = [wordnet.meanings[of[0]].gloss for of in meanings]
+        self.kind = [wordnet.kind(offset) for offset in offsets]
         self.by_name = sentences(self.names)
         self.by_gloss = sentences([wordnet.meanings[offset].text for offset in offsets])
         self.below: dict[int, list[int]] = {}
         for label, wnid in enumerate(WNIDS):
             for offset in wordnet.ancestors(wnid[1:]) & place.keys():
                 self.below.setdefault(place[offset], []).append(label)
-        self.by_place = _places([wordnet.ancestors(offset) for offset in offsets], self.meaning[: len(NAMES)])
+        self.by_place = _places([wordnet.ancestors(offset) for offset in offsets], self.first[: len(NAMES)])
 
-    def classes(self) -> Nouns:
-        """ImageNet's classes alone."""
-        alone, count, meaning = copy(self), len(NAMES), self.meaning[: len(NAMES)]
-        alone.names, alone.by_name = self.names[:count], self.by_name[:count]
-        alone.noun, alone.meaning, alone.weight = self.noun[:count], torch.arange(count), self.weight[:count]
-        alone.by_gloss, alone.by_place = self.by_gloss[meaning], self.by_place[meaning]
-        alone.below = {i: self.below[of] for i, of in enumerate(meaning.tolist())}
-        return alone
+    def only(self, rows: Tensor) -> Nouns:
+        """Some of them: sorted rows, the classes among them."""
+        some, entries = copy(self), torch.isin(self.noun, rows)
+        meanings, some.meaning = self.meaning[entries].unique(return_inverse=True)
+        some.noun, some.weight = torch.searchsorted(rows, self.noun[entries]), self.weight[entries]
+        some.names, some.definitions = ([of[i] for i in rows] for of in (self.names, self.definitions))
+        some.first, some.by_name = torch.searchsorted(meanings, self.first[rows]), self.by_name[rows]
+        some.by_gloss, some.by_place = self.by_gloss[meanings], self.by_place[meanings]
+        some.kind = [self.kind[i] for i in meanings]
+        some.below = {i: self.below[of] for i, of in enumerate(meanings.tolist()) if of in self.below}
+        return some
 
-    def like(self, others: Tensor, kernel: Kernel) -> Tensor:
-        """The kernel between every noun and some classes: [n, len(others)]."""
-        chosen = self.meaning[others]  # a class has one meaning, and is the row of its own number
-        by_gloss = _rbf(self.by_gloss @ self.by_gloss[chosen].t(), kernel)
-        by_meaning = kernel.gloss * by_gloss + kernel.place * (self.by_place @ self.by_place[chosen].t())
-        spread = torch.zeros(len(self.names), len(chosen))
-        spread.index_add_(0, self.noun, self.weight[:, None] * by_meaning[self.meaning])
-        return spread + kernel.name * _rbf(self.by_name @ self.by_name[others].t(), kernel)
-
-    def told(self, prototypes: Tensor, known: Tensor) -> Tensor:
-        """What needs no inference, [n, D]: a noun has the mean direction of the known classes that are kinds of it."""
+    def kinds(self, prototypes: Tensor, known: Tensor) -> Tensor:
+        """The mean direction of the known classes that are kinds of each meaning, or zeros: [meanings, D]."""
         there, directions = {*known.tolist()}, torch.zeros(len(self.by_gloss), prototypes.shape[1])
         for meaning, classes in self.below.items():
             if kinds := [label for label in classes if label in there]:
-                directions[meaning] = F.normalize(prototypes[kinds].mean(0), dim=0)
-        told = torch.zeros(len(self.names), prototypes.shape[1])
-        return told.index_add_(0, self.noun, self.weight[:, None] * directions[self.meaning])
+                directions[meaning] = prototypes[kinds].mean(0)
+        return directions
 
     def groups(self, classes: Tensor) -> dict[int, list[int]]:
         """Nouns with those of the classes that are kinds of their first meaning: two to twelve, none in two groups."""
-        pairs = zip(self.noun.tolist(), self.meaning.tolist(), strict=True)
-        first = dict(reversed(list(pairs)))
-        name = {meaning: noun for noun, meaning in first.items() if noun >= len(NAMES)}
+        name = {meaning: noun for noun, meaning in reversed([*enumerate(self.first.tolist())][len(NAMES) :])}
         there, found = {*classes.tolist()}, {}
         for meaning, below in sorted(self.below.items(), key=lambda item: (-len(item[1]), item[0])):
             kinds = [label for label in below if label in there]
@@ -126,10 +122,39 @@ class Nouns:
                 there -= {*kinds}
         return found
 
-    def teach(self, prototypes: Tensor, known: Tensor, kernel: Kernel) -> Tensor:
-        """Directions [n, D] of all nouns from those of known classes, longer if surer: kernel ridge regression."""
-        like = self.like(known, kernel)
-        return like @ _solve(like[known], prototypes[known], kernel)
+    def teach(
+        self, prototypes: Tensor, known: Tensor, kernel: Kernel, kinds: float = 1.0, looks: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Directions [n, D] of all nouns, and [senses, D] of each in each of its meanings; longer if surer.
+
+        Kernel ridge regression from known classes, which come out about 1 long, and from the nouns of which one knows
+        what they look like. What one knows of a noun and its kinds is added, with weights.
+        """
+        seen = by_looks(self.names, self.looks, prototypes, known)
+        alike = seen.any(dim=1).nonzero()[:, 0] if kernel.doubt < math.inf else known[:0]
+        points = torch.cat([known, alike])
+        given = torch.cat([prototypes[known], F.normalize(seen[alike], dim=-1)])
+        doubt = torch.tensor([kernel.ridge] * len(known) + [kernel.doubt] * len(alike))
+        like = self._names(points, points, kernel) + self._meanings(self.first[points], points, kernel)
+        solved = torch.linalg.solve(like + doubt.diag(), given)
+        by_name, by_meaning = (
+            torch.cat([like(some, points, kernel) @ solved for some in torch.arange(count).split(4096)])
+            for like, count in ((self._names, len(self.names)), (self._meanings, len(self.by_gloss)))
+        )
+        typical = (by_name[known] + by_meaning[self.first[known]]).norm(dim=-1).median()
+        by_meaning = by_meaning / typical + kinds * self.kinds(prototypes, known)
+        nouns = by_name / typical + looks * seen
+        first = (self.meaning == self.first[self.noun])[:, None]
+        senses = by_name[self.noun] / typical + by_meaning[self.meaning] + looks * first * seen[self.noun]
+        return nouns.index_add(0, self.noun, self.weight[:, None] * by_meaning[self.meaning]), senses
+
+    def _names(self, rows: Tensor, points: Tensor, kernel: Kernel) -> Tensor:
+        return kernel.name * _rbf(self.by_name[rows] @ self.by_name[points].t(), kernel)
+
+    def _meanings(self, meanings: Tensor, points: Tensor, kernel: Kernel) -> Tensor:
+        others = self.first[points]
+        by_gloss = _rbf(self.by_gloss[meanings] @ self.by_gloss[others].t(), kernel)
+        return kernel.gloss * by_gloss + kernel.place * (self.by_place[meanings] @ self.by_place[others].t())
 
     def teach_words(
         self, names: Tensor, glosses: Tensor | None, prototypes: Tensor, known: Tensor, kernel: Kernel
@@ -138,22 +163,34 @@ class Nouns:
 
         Without definitions, by the names alone.
         """
-        ours, like = self.by_name[known], _rbf(names @ self.by_name[known].t(), kernel)
-        among = _rbf(ours @ ours.t(), kernel)
+        ours = self.by_name[known]
+        like, among = (_rbf(of @ ours.t(), kernel) for of in (names, ours))
         if glosses is not None:
-            ours = self.by_gloss[self.meaning[known]]
-            like = kernel.name * like + kernel.gloss * _rbf(glosses @ ours.t(), kernel)
-            among = kernel.name * among + kernel.gloss * _rbf(ours @ ours.t(), kernel)
-        return like @ _solve(among, prototypes[known], kernel)
+            ours = self.by_gloss[self.first[known]]
+            by_gloss = (_rbf(of @ ours.t(), kernel) for of in (glosses, ours))
+            like, among = (kernel.name * a + kernel.gloss * b for a, b in zip((like, among), by_gloss, strict=True))
+        solved = torch.linalg.solve(among + kernel.ridge * torch.eye(len(known)), prototypes[known])
+        return like @ solved / (among @ solved).norm(dim=-1).median()
+
+
+def by_looks(names: Sequence[str], looks: Looks, prototypes: Tensor, known: Tensor) -> Tensor:
+    """The direction of the known classes that pictures of each thing may be taken for [n, D], or zeros.
+
+    The first counts most. What a known class looks like besides itself is of no use.
+    """
+    there, own = {*known.tolist()}, {NAMES[label].lower() for label in known}
+    directions = torch.zeros(len(names), prototypes.shape[1])
+    for i, name in enumerate(map(str.lower, names)):
+        ranks = [(label, 1 / rank) for rank, label in enumerate(looks.get(name, ()), 1) if label in there]
+        if ranks and name not in own:
+            labels, weights = (torch.tensor(column) for column in zip(*ranks, strict=True))
+            directions[i] = weights @ prototypes[labels] / weights.sum()
+    return directions
 
 
 def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
     """The share of pictures [n, D] that are nearest to the vector [C, D] of their own class [n]."""
     return ((pictures @ vectors.t()).argmax(1) == labels).float().mean().item()
-
-
-def _solve(like: Tensor, directions: Tensor, kernel: Kernel) -> Tensor:
-    return torch.linalg.solve(like + kernel.ridge * torch.eye(len(like)), directions)
 
 
 def _rbf(cosine: Tensor, kernel: Kernel) -> Tensor:

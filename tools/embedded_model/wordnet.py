@@ -55,6 +55,11 @@ class WordNet:
         """A meaning and all it is a kind of."""
         return frozenset({offset}).union(*(self.ancestors(kind) for kind in self.meanings[offset].kinds))
 
+    def kind(self, offset: str) -> str:
+        """A word for what a meaning is a kind of; the first word for itself if for nothing."""
+        kinds = self.meanings[offset].kinds
+        return self.meanings[kinds[0] if kinds else offset].words[0]
+
     def visible(self, offset: str) -> bool:
         """Whether it is a kind of thing, not a single one, nor a taxon, that a picture may show."""
         meaning = self.meanings[offset]
