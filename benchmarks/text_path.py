@@ -46,7 +46,8 @@ class PlainEncoder:
     def __init__(self, model: Model, tokens: ClassTokens, length: int) -> None:
         self.clip, self.shape = model.text.clip, (len(VIEWS), len(tokens))
         tokenizer = model.text.tokenizer
-        dot, rows, index, sentences = tokenizer.encode("."), [], [], []
+        dot, rows, index = tokenizer.encode("."), list[int](), list[int]()
+        sentences: list[list[int]] = []
         for view in VIEWS:
             before = before_name(view, length)
             for name in tokens.ids:
@@ -61,8 +62,8 @@ class PlainEncoder:
 
     def _walk(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self.clip.transformer(x + self.clip.positional_embedding, attn_mask=self.clip.attn_mask)
-        x = self.clip.ln_final(x)[torch.arange(len(x)), ids.argmax(-1)]
-        return x @ self.clip.text_projection
+        features: Tensor = self.clip.ln_final(x)[torch.arange(len(x)), ids.argmax(-1)] @ self.clip.text_projection
+        return features
 
     def __call__(self, prompt: Tensor) -> Tensor:
         x = self.clip.token_embedding(self.ids)
@@ -135,8 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory:
-        stage, classes, ours, chunk = map(int, options.memory)
-        memory(stage, classes, bool(ours), chunk or None)
+        stage, classes, fast, chunk = map(int, options.memory)
+        memory(stage, classes, bool(fast), chunk or None)
         return
 
     model = load_model("ViT-B-16-quickgelu", "random", device="cpu")

@@ -37,7 +37,7 @@ class PlainTPT:
         self.begin = embedded[0, 1 : 1 + len(words)].clone()
         self.before, self.after = embedded[:, :1], embedded[:, 1 + len(words) :]
 
-    def _logits(self, prompt: Tensor, views: Tensor) -> Tensor:
+    def logits(self, prompt: Tensor, views: Tensor) -> Tensor:
         x = torch.cat([self.before, prompt.expand(len(self.ids), -1, -1), self.after], 1)
         x = self.clip.transformer(x + self.clip.positional_embedding, attn_mask=self.clip.attn_mask)
         x = self.clip.ln_final(x)[torch.arange(len(x)), self.ids.argmax(-1)] @ self.clip.text_projection
@@ -48,13 +48,13 @@ class PlainTPT:
         for views in shown:
             prompt = self.begin.clone().requires_grad_()
             optimizer = torch.optim.AdamW([prompt], lr=s.lr, weight_decay=s.weight_decay)
-            p = self._logits(prompt, views).softmax(-1)
+            p = self.logits(prompt, views).softmax(-1)
             entropy = torch.special.entr(p).sum(-1)
             chosen = entropy.argsort()[: int(len(views) * s.confident)]
             torch.special.entr(p[chosen].mean(0)).sum().backward()
             optimizer.step()
             with torch.no_grad():
-                answers.append(self._logits(prompt, views[:1])[0].softmax(-1))
+                answers.append(self.logits(prompt, views[:1])[0].softmax(-1))
         return torch.stack(answers)
 
 
@@ -86,13 +86,18 @@ def main() -> None:
         print(json.dumps({"mb": extra_memory(lambda: make(model, options.memory, CLASSES)(shown))}))
         return
 
-    ways = {way: make(model, way, CLASSES) for way in ("plain", "ours")}
+    ways = "plain", "ours"
     answers: dict[str, Tensor] = {}
-    seconds = interleaved(
-        {way: lambda way=way, job=job: answers.update({way: job(shown)}) for way, job in ways.items()}, options.rounds
-    )
+
+    def job(way: str) -> Callable[[], None]:
+        tune = make(model, way, CLASSES)
+        return lambda: answers.update({way: tune(shown)})
+
+    seconds = interleaved({way: job(way) for way in ways}, options.rounds)
     difference = (answers["plain"] - answers["ours"]).abs().max().item()
-    untuned = (answers["plain"] - ways["plain"]._logits(ways["plain"].begin, shown[0, :1]).softmax(-1)).abs().max()
+    plain = PlainTPT(model, class_names(CLASSES), Settings())
+    with torch.no_grad():
+        untuned = (answers["plain"] - plain.logits(plain.begin, shown[0, :1]).softmax(-1)).abs().max()
     assert difference < 1e-3 * untuned.item(), f"they differ by {difference}; tuning moves them by {untuned.item()}"
     arguments = "--threads", str(options.threads), "--memory"
     mb = {way: float(in_own_process(__file__, *arguments, way)["mb"]) for way in ways}

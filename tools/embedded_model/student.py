@@ -75,7 +75,7 @@ def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float 
     words = sentences.words([tokenizer.decode([i]).strip() for i in range(tokenizer.vocab_size)])
     centred = words - words.mean(0)
     _, _, basis = torch.linalg.svd(centred[torch.randperm(len(words))[:8192]], full_matrices=False)
-    vectors = centred @ basis[:width].t()
+    vectors: Tensor = centred @ basis[:width].t()
     return vectors * (size / vectors.std())
 
 

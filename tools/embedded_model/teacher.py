@@ -170,7 +170,8 @@ class Nouns:
             by_gloss = (_rbf(of @ ours.t(), kernel) for of in (glosses, ours))
             like, among = (kernel.name * a + kernel.gloss * b for a, b in zip((like, among), by_gloss, strict=True))
         solved = torch.linalg.solve(among + kernel.ridge * torch.eye(len(known)), prototypes[known])
-        return like @ solved / (among @ solved).norm(dim=-1).median()
+        directions: Tensor = like @ solved / (among @ solved).norm(dim=-1).median()
+        return directions
 
 
 def by_looks(names: Sequence[str], looks: Looks, prototypes: Tensor, known: Tensor) -> Tensor:
