@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import open_clip
 import pytest
@@ -14,9 +15,10 @@ import torch.nn.functional as F
 from open_clip.model import CLIP
 from torch import Tensor
 
+from tools.embedded_model import __main__ as recipe
 from tools.embedded_model import student, teacher
 from tools.embedded_model.export import small
-from tools.embedded_model.ingredients import NAMES, read_looks
+from tools.embedded_model.ingredients import HOME, NAMES, read_looks
 from tools.embedded_model.student import Lesson, Training, train, walk
 from tools.embedded_model.teacher import Nouns, Space
 from tools.embedded_model.wordnet import WordNet
@@ -77,16 +79,17 @@ def test_adjectives(wordnet: WordNet) -> None:
 
 @pytest.fixture
 def nouns(wordnet: WordNet, monkeypatch: pytest.MonkeyPatch) -> Nouns:
-    """Two classes, a breed of cat and a singer who is no noun; sentences have vectors by their letters."""
+    """Two classes, a breed of cat and a singer who is no noun; texts have vectors by their letters."""
     monkeypatch.setattr(teacher, "WNIDS", ["n00000004", "n00000003"])
     monkeypatch.setattr(teacher, "NAMES", ["Persian", "the singer"])
 
-    def sentences(texts: Sequence[str]) -> Tensor:
-        letters = [[text.lower().count(chr(97 + i)) + 0.1 for i in range(26)] for text in texts]
-        return F.normalize(torch.tensor(letters), dim=-1)
-
     looks = {"thing": [1, 0], "persian cat": [1], "persian": [1], "furry": [0]}
-    return Nouns(wordnet, sentences, looks)  # type: ignore[arg-type]
+    return Nouns(wordnet, by_letters, looks)  # type: ignore[arg-type]
+
+
+def by_letters(texts: Sequence[str]) -> Tensor:
+    letters = [[text.lower().count(chr(97 + i)) + 0.1 for i in range(26)] for text in texts]
+    return F.normalize(torch.tensor(letters), dim=-1)
 
 
 PROTOTYPES = F.normalize(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -126,18 +129,86 @@ def test_the_teacher_knows_what_it_was_told(nouns: Nouns) -> None:
     torch.testing.assert_close(swapped, prototypes.flip(0), atol=0.1, rtol=0)
 
 
-def test_a_noun_is_the_mean_of_its_senses_and_has_the_looks_of_the_first(nouns: Nouns) -> None:
-    angora, kernel = nouns.names.index("angora"), teacher.Kernel()
-    found, senses = nouns.teach(PROTOTYPES, BOTH, kernel)
+@pytest.mark.parametrize("ridge", [0.0, 0.3])
+def test_what_is_known_is_one_long(nouns: Nouns, ridge: float) -> None:
+    kernel = teacher.Kernel(ridge=ridge)
+    found = nouns.teach(PROTOTYPES, BOTH, kernel, kinds=0, looks=0)[0][:2]
+    words = nouns.teach_words(nouns.by_name[:2], nouns.by_gloss[nouns.first[:2]], PROTOTYPES, BOTH, kernel)
+    for of in (found, words):
+        assert of.norm(dim=-1).median().item() == pytest.approx(1)
+
+
+def test_a_noun_is_the_mean_of_its_senses_and_of_its_looks(nouns: Nouns) -> None:
+    angora, cat = (nouns.names.index(name) for name in ("angora", "cat"))
     of_angora = nouns.noun == angora
     assert nouns.weight[of_angora].tolist() == pytest.approx([2 / 3, 1 / 3])
+    found, senses = nouns.teach(PROTOTYPES, BOTH, teacher.Kernel())
     torch.testing.assert_close(found[angora], nouns.weight[of_angora] @ senses[of_angora])
-    nouns.looks = {**nouns.looks, "angora": [1]}
-    doubtful = dataclasses.replace(kernel, doubt=math.inf)  # so that nothing else is inferred from it
-    before, after = ([*nouns.teach(PROTOTYPES, BOTH, doubtful, looks=weight)] for weight in (0, 0.5))
-    torch.testing.assert_close(after[0][angora] - before[0][angora], 0.5 * PROTOTYPES[1])
-    more = after[1][of_angora] - before[1][of_angora]
-    torch.testing.assert_close(more, torch.stack([0.5 * PROTOTYPES[1], torch.zeros(5)]))
+    nouns.looks = {"angora": [1], "cat": [1]}
+    kernel = teacher.Kernel(doubt=math.inf)  # so that nothing else is inferred from them
+    before, after = (nouns.teach(PROTOTYPES, BOTH, kernel, looks=weight) for weight in (0, 0.5))
+    torch.testing.assert_close((after[0] - before[0])[[angora, cat]], 0.5 * PROTOTYPES[[1, 1]])
+    more = after[1] - before[1]  # of two senses one does not know which looks so
+    torch.testing.assert_close(more[of_angora], torch.zeros(2, 5))
+    torch.testing.assert_close(more[nouns.noun == cat], 0.5 * PROTOTYPES[[1]])
+    without, given = (nouns.teach(PROTOTYPES, BOTH, kernel, kinds=weight)[0][cat] for weight in (0, 2))
+    torch.testing.assert_close(given - without, 2 * PROTOTYPES[0])
+
+
+def test_nothing_is_known_of_classes_that_are_not(nouns: Nouns) -> None:
+    prototypes = PROTOTYPES.clone()
+    prototypes[0] = math.nan
+    for of in nouns.teach(prototypes, torch.tensor([1]), teacher.Kernel()):
+        assert of.isfinite().all()
+    glosses = nouns.by_gloss[nouns.first]
+    assert nouns.teach_words(nouns.by_name, glosses, prototypes, torch.tensor([1]), teacher.Kernel()).isfinite().all()
+
+
+def test_lessons(nouns: Nouns, wordnet: WordNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and where they should land, with the singer not known."""
+    monkeypatch.setattr(recipe, "NAMES", teacher.NAMES)
+    known, kernel = torch.tensor([0]), teacher.Kernel()
+    sentences = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: ["cat", "blue", "##s"]))
+
+    class Letters(SimpleNamespace):
+        def __call__(self, texts: Sequence[str]) -> Tensor:
+            return by_letters(texts)
+
+    taught = nouns.teach(PROTOTYPES, known, kernel)
+    space = Space(torch.zeros(5, 8), torch.zeros(5), PROTOTYPES)
+    tokenizer = open_clip.SimpleTokenizer()
+    letters: Any = Letters(**vars(sentences))
+    found = recipe.lessons(nouns, taught, wordnet.adjectives(), letters, tokenizer, space, known)
+    classes, often, seldom, typed, defined = found
+    assert (classes.texts, classes.plurals) == (["Persian"], ["Persians"])
+    torch.testing.assert_close(classes.targets, PROTOTYPES[:1])
+    assert often.texts == ["cat", "true cat", "thing", "Persian cat", "blue", "fluffy", "furry"]
+    assert often.plurals == ["cats", "true cats", "things", "Persian cats", "blue", "fluffy", "furry"]
+    assert (seldom.texts, seldom.plurals) == (["angora"], ["angoras"])
+    texts = {
+        "cat, a type of thing",
+        "true cat, a type of thing",
+        "thing, a type of thing",
+        "Persian cat, a type of cat",
+    }
+    assert {*typed.texts} == {*typed.plurals} == texts | {"angora, a type of thing", "angora, a type of cat"}
+    assert {*defined.texts} == {"a feline", "a singer", "a breed", "what there is"}
+    assert not defined.plurals
+    for lesson in found:
+        assert (lesson.targets.norm(dim=-1) <= 1 + 1e-6).all()
+        assert len(lesson.texts) == len(lesson.targets)
+
+    def where(noun: str, meaning: str) -> Tensor:
+        senses = [*zip(nouns.noun.tolist(), nouns.meaning.tolist(), strict=True)]
+        i = senses.index((nouns.names.index(noun), int(nouns.first[nouns.names.index(meaning)])))
+        return F.normalize(taught[1][i], dim=0)
+
+    for text, expected in {
+        "angora, a type of cat": where("angora", "Persian cat"),
+        "a feline": where("cat", "cat"),
+    }.items():
+        (lesson,) = [lesson for lesson in found if text in lesson.texts]
+        torch.testing.assert_close(F.normalize(lesson.targets[[*lesson.texts].index(text)], dim=0), expected)
 
 
 def test_others_are_inferred_from_what_nouns_look_like(nouns: Nouns) -> None:
@@ -165,11 +236,13 @@ def test_some_nouns_are_taught_as_all_are(nouns: Nouns) -> None:
 
 
 def test_the_table_of_looks() -> None:
-    looks = read_looks()
-    assert NAMES[looks["okapi"][0]] == "zebra"
+    looks, table = read_looks(), (HOME / "tools" / "embedded_model" / "looks.tsv").read_text("utf8")
+    words = [line.split("\t")[0].lower() for line in table.splitlines()]
+    assert words == sorted({*words})
+    assert NAMES[looks["banjo"][0]] == "acoustic guitar"
     for label, name in enumerate(NAMES):
         assert label not in looks[name.lower()]
-    assert all(1 <= len(classes) == len({*classes}) for classes in looks.values())
+    assert all(len(classes) == len({*classes}) for classes in looks.values())
 
 
 def test_the_space_keeps_what_tells_classes_apart() -> None:
@@ -209,14 +282,19 @@ def test_the_student_learns(clip: CLIP, tmp_path: Path) -> None:
     names = ["cat", "dog", "tram", "red kite", "boat", "rocket"]
     targets = F.normalize(torch.randn(6, 7, generator=torch.Generator().manual_seed(1)), dim=-1)
     before = clip.token_embedding.weight.detach().clone()
-    lessons = [Lesson(some, targets[i : i + 3], 3 - i // 3, some) for i in (0, 3) if (some := names[i : i + 3])]
-    lessons.append(Lesson(["a small furry animal that purrs"], targets[:1], 1))
-    config = Training(steps=160, lr=0.02, table_lr=0.02, warmup=5, groups=2, pairs=0.3)
+    lessons = [
+        Lesson(names[:3], targets[:3], 3, ["cats", "dogs", "trams"]),
+        Lesson(names[3:], targets[3:], 2, names[3:]),
+        Lesson(["a small furry animal that purrs and would not fit into a template of twelve"], targets[:1], 1),
+    ]
+    config = Training(steps=320, lr=0.02, table_lr=0.02, warmup=5, groups=2, pairs=0.3, plural=0.2)
     train(clip, tokenizer, lessons, config, tmp_path / "log.jsonl")
     with torch.no_grad():
         found = clip.encode_text(tokenizer([f"a photo of a {name}." for name in names]), normalize=True)
+        many = clip.encode_text(tokenizer(["cats", "dogs", "trams"]), normalize=True)
         pair = clip.encode_text(tokenizer(["tram or dog", "dog or tram"]), normalize=True)
     assert (found * student.in_cone(targets)).sum(-1).min() > 0.95
+    assert (many * student.in_cone(targets[:3])).sum(-1).min() > 0.95
     assert (pair @ found.t()).topk(2).indices.sort().values.tolist() == [[1, 2], [1, 2]]
     assert (F.normalize(found[:, :-1], dim=-1) * targets).sum(-1).min() > 0.8
     (banana,) = tokenizer.encode("banana")

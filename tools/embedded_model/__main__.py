@@ -96,8 +96,8 @@ def main() -> None:
         of_unseen = torch.isin(labels, torch.tensor(UNSEEN))
         where = torch.searchsorted(torch.tensor(UNSEEN), labels[of_unseen])
         facts["of_unseen_pictures_by_names"] = right(pictures[of_unseen], vectors[UNSEEN], where)
-        row = {name: i for i, name in enumerate(nouns.names)}  # a noun's, if there is one, is what the student learned
-        targets = in_cone(taught[0][[row[NAMES[label]] for label in UNSEEN]])[:, :-1]
+        row = {name.lower(): i for i, name in enumerate(nouns.names)}  # the noun's, if there is one: the student's
+        targets = in_cone(taught[0][[row[NAMES[label].lower()] for label in UNSEEN]])[:, :-1]
         facts["of_unseen_pictures_by_teacher"] = right(space.see(features[of_unseen]), targets, where)
     write_model(clip, options.work / name if options.hold_out else options.out)
     (options.work / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -118,9 +118,11 @@ def lessons(
     space: Space,
     known: Tensor,
 ) -> list[Lesson]:
-    """The classes by their own directions; WordNet's nouns, other words and definitions by the teacher's.
+    """The classes by their own directions; WordNet's nouns, other words, nouns with their kinds, and definitions by the
+    teacher's: `taught`, of nouns and of their senses.
 
-    Common words, those which the vocabulary has as one token, are learned more often.
+    Common words, those which the vocabulary has as one token, are learned more often. Of senses with the same text the
+    first is learned.
     """
     given, (by_noun, by_sense) = (space.prototypes, known), taught
     taken = {name.lower() for name in nouns.names}
@@ -142,11 +144,16 @@ def lessons(
     plurals = [*map(plural, nouns.names[len(NAMES) :]), *others, *adjectives]
     directions = torch.cat([by_noun[len(NAMES) :], by_name, by_gloss])
     often, seldom = ([i for i, name in enumerate(names) if common(name) == wanted] for wanted in (True, False))
-    senses = [*zip(nouns.noun.tolist(), nouns.meaning.tolist(), strict=True)]
-    typed = {f"{nouns.names[noun]}, a type of {nouns.kind[of]}": i for i, (noun, of) in enumerate(senses)}
-    typed = {text: i for text, i in typed.items() if len(tokenizer.encode(text)) <= 16}
-    defined = {nouns.definitions[noun]: i for i, (noun, of) in enumerate(senses) if of == nouns.first[noun]}
-    defined = {text: i for text, i in defined.items() if len(tokenizer.encode(text)) <= 24}
+    typed, defined = {}, {}
+    for i, (noun, meaning) in reversed([*enumerate(zip(nouns.noun.tolist(), nouns.meaning.tolist(), strict=True))]):
+        if noun >= len(NAMES):
+            typed[f"{nouns.names[noun]}, a type of {nouns.kind[meaning]}"] = i
+        if meaning == nouns.first[noun]:
+            defined[nouns.definitions[noun]] = i
+    typed, defined = (
+        {text: i for text, i in of.items() if len(tokenizer.encode(text)) <= length}
+        for of, length in ((typed, 16), (defined, 24))
+    )
     return [
         Lesson(classes := [NAMES[i] for i in known], space.prototypes[known], 128, [*map(plural, classes)]),
         *(

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +78,17 @@ def choose_kernel(folds: list[Fold], classes: Nouns) -> None:
 
 
 def choose_looks(folds: list[Fold], nouns: Nouns) -> None:
-    """How much it counts what things look like, their own looks and those of others, and the reach."""
-    print("classes not told of, and lists of 25 known classes and 75 others, by doubt, weight of looks, and reach")
+    """How much it counts what others look like (doubt) and what a thing looks like itself (weight), and the reach.
+
+    Without weight, as if a class had no row in the table.
+    """
+    print("classes not told of; lists of 25 known classes and 75 others, by reach; for each doubt and weight of looks")
     for doubt in (math.inf, 0.3, 1.0, 3.0):
-        taught = [(fold, fold.teach(nouns, Kernel(doubt=doubt), 0, 0)) for fold in folds]
+        taught = []
+        for fold in folds:
+            strangers, own = copy(nouns), {NAMES[label].lower() for label in fold.others}
+            strangers.looks = {name: classes for name, classes in nouns.looks.items() if name not in own}
+            taught.append((fold, fold.teach(strangers, Kernel(doubt=doubt), 0, 0)))
         for weight in (0.0, 0.5, 1.0, 2.0):
             alone, mixed = [], []
             for fold, directions in taught:

@@ -27,16 +27,16 @@ from selftpt.learning import learn_from_features
 from selftpt.tokens import class_tokens
 from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, see
 
-PAPER = LearnConfig(epochs=20, crops=1, shots=None)  # three pictures a class: 300 steps
-COOP = replace(PAPER, cpt=0, gm=0)
+DEFAULT = LearnConfig(epochs=20, crops=1, shots=None)  # three pictures a class: 300 steps
+COOP = replace(DEFAULT, cpt=0, gm=0)
 STAGE_1 = {
-    "without GM": replace(PAPER, gm=0),
-    "paper": PAPER,
-    "gm 0.3": replace(PAPER, gm=0.3),
-    "gm 3": replace(PAPER, gm=3),
-    "cpt 3": replace(PAPER, cpt=3),
-    "decay 0": replace(PAPER, decay=0),
-    "decay 0.99": replace(PAPER, decay=0.99),
+    "without GM": replace(DEFAULT, gm=0),
+    "default": DEFAULT,
+    "gm 0.3": replace(DEFAULT, gm=0.3),
+    "gm 3": replace(DEFAULT, gm=3),
+    "cpt 3": replace(DEFAULT, cpt=3),
+    "decay 0": replace(DEFAULT, decay=0),
+    "decay 0.99": replace(DEFAULT, decay=0.99),
 }
 STAGE_2 = {
     "none": AdaptConfig(steps=0),
@@ -58,7 +58,8 @@ def main() -> None:
     model = load_model(str(options.work / "held-out"), device="cpu")
     saw = [see(folder, options.work) for folder in options.pictures]
     with torch.inference_mode():
-        train, val = (F.normalize(model.image.encode.head(features), dim=-1).clone() for features, _ in saw)
+        seen = [F.normalize(model.image.encode.head(features), dim=-1) for features, _ in saw]
+    train, val = (features.clone() for features in seen)  # outside, so that autograd may use them
     both, (of_train, of_val) = torch.cat([train, val]), (labels for _, labels in saw)
 
     def learn(classes: Tensor, config: LearnConfig) -> Prompt:
@@ -78,29 +79,25 @@ def main() -> None:
     order = torch.tensor(random.Random(0).sample(UNSEEN, len(UNSEEN)))
     halves = [[half.sort().values for half in one.chunk(2)] for one in order.split(options.size)]
     tasks = [(learned, other) for pair in halves for learned, other in (pair, pair[::-1])]
-    zero = [(zero_shot(model, named(learned)), zero_shot(model, named(other))) for learned, other in tasks]
-    tell(
-        "none",
-        [right(mine, learned, val, of_val) for (mine, _), (learned, _) in zip(zero, tasks, strict=True)],
-        {"zero-shot": [new(their, other) for (_, their), (_, other) in zip(zero, tasks, strict=True)]},
-    )
-    coop: list[float] = []
-    for name in ["coop", *options.stage_1]:
-        prompts = [learn(learned, {"coop": COOP, **STAGE_1}[name]) for learned, _ in tasks]
+    base = [right(zero_shot(model, named(learned)), learned, val, of_val) for learned, _ in tasks]
+    tell("none", base, {"zero-shot": [new(zero_shot(model, named(other)), other) for _, other in tasks]})
+
+    def examine(config: LearnConfig, stage_2: dict[str, AdaptConfig]) -> tuple[list[float], dict[str, list[float]]]:
+        prompts = [(learn(learned, config), learned, other) for learned, other in tasks]
         base = [
             right(adapt(model, prompt, named(learned), STAGE_2["none"]), learned, val, of_val)
-            for prompt, (learned, _) in zip(prompts, tasks, strict=True)
+            for prompt, learned, _ in prompts
         ]
         scores = {
-            key: [
-                new(adapt(model, prompt, named(other), stage_2), other)
-                for prompt, (_, other) in zip(prompts, tasks, strict=True)
-            ]
-            for key, stage_2 in STAGE_2.items()
-            if name != "coop" or key == "none"
+            key: [new(adapt(model, prompt, named(other), settings), other) for prompt, _, other in prompts]
+            for key, settings in stage_2.items()
         }
-        coop = coop or scores["none"]
-        tell(name, base, scores, coop)
+        return base, scores
+
+    base, coop = examine(COOP, {"none": STAGE_2["none"]})
+    tell("coop", base, coop)
+    for name in options.stage_1:
+        tell(name, *examine(STAGE_1[name], STAGE_2), coop["none"])
 
 
 def named(classes: Tensor) -> list[str]:

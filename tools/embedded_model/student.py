@@ -42,7 +42,7 @@ REACH = 0.2  # the less sure the direction of a text, the longer: pictures are f
 class Training:
     """How the student is trained."""
 
-    steps: int = 3000
+    steps: int = 2600
     usual: float = 0.25  # share of names in the usual template
     plural: float = 0.1  # share of names in the plural
     pairs: float = 0.15  # share of names with another name beside them
@@ -60,8 +60,8 @@ class Training:
 class Lesson:
     """Texts with the directions they should have [n, D], each as long as the teacher is sure of it, 1 at most.
 
-    each: how many are learned in a step. plurals: of names; without them the texts are sentences, which go into no
-    template.
+    each: how many are learned in a step. plurals: of names, or the same again; without them the texts are sentences,
+    which go into no template.
     """
 
     texts: Sequence[str]

@@ -135,8 +135,9 @@ class Nouns:
         points = torch.cat([known, alike])
         given = torch.cat([prototypes[known], F.normalize(seen[alike], dim=-1)])
         doubt = torch.tensor([kernel.ridge] * len(known) + [kernel.doubt] * len(alike))
-        like = self._names(points, points, kernel) + self._meanings(self.first[points], points, kernel)
-        solved = torch.linalg.solve(like + doubt.diag(), given)
+        among = self._names(points, points, kernel) + self._meanings(self.first[points], points, kernel)
+        among.diagonal().add_(doubt)
+        solved = torch.linalg.solve(among, given)
         by_name, by_meaning = (
             torch.cat([like(some, points, kernel) @ solved for some in torch.arange(count).split(4096)])
             for like, count in ((self._names, len(self.names)), (self._meanings, len(self.by_gloss)))
@@ -144,8 +145,8 @@ class Nouns:
         typical = (by_name[known] + by_meaning[self.first[known]]).norm(dim=-1).median()
         by_meaning = by_meaning / typical + kinds * self.kinds(prototypes, known)
         nouns = by_name / typical + looks * seen
-        first = (self.meaning == self.first[self.noun])[:, None]
-        senses = by_name[self.noun] / typical + by_meaning[self.meaning] + looks * first * seen[self.noun]
+        only = (self.weight == 1)[:, None]  # of several senses one does not know which it is that looks so
+        senses = by_name[self.noun] / typical + by_meaning[self.meaning] + looks * only * seen[self.noun]
         return nouns.index_add(0, self.noun, self.weight[:, None] * by_meaning[self.meaning]), senses
 
     def _names(self, rows: Tensor, points: Tensor, kernel: Kernel) -> Tensor:

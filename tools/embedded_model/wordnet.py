@@ -56,9 +56,9 @@ class WordNet:
         return frozenset({offset}).union(*(self.ancestors(kind) for kind in self.meanings[offset].kinds))
 
     def kind(self, offset: str) -> str:
-        """A word for what a meaning is a kind of; the first word for itself if for nothing."""
+        """A word for what a meaning is a kind of."""
         kinds = self.meanings[offset].kinds
-        return self.meanings[kinds[0] if kinds else offset].words[0]
+        return self.meanings[kinds[0]].words[0] if kinds else "thing"
 
     def visible(self, offset: str) -> bool:
         """Whether it is a kind of thing, not a single one, nor a taxon, that a picture may show."""
