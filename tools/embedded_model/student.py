@@ -42,7 +42,7 @@ REACH = 0.2  # the less sure the direction of a text, the longer: pictures are f
 class Training:
     """How the student is trained."""
 
-    steps: int = 2600
+    steps: int
     usual: float = 0.25  # share of names in the usual template
     plural: float = 0.1  # share of names in the plural
     pairs: float = 0.15  # share of names with another name beside them
@@ -110,7 +110,7 @@ def plural(name: str) -> str:
 
 
 def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:
-    """Train the text tower of `clip` in place; with a log. Tokens that no text has stay as they are."""
+    """Train the text tower of `clip` in place; a log is added to. Tokens that no text has stay as they are."""
     rng, longest = random.Random(config.seed), clip.context_length
     forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
     texts = {text: tokenizer.encode(text) for text in sorted(forms)}
@@ -146,7 +146,7 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), foreach=True)
     curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
-    log = log_file.open("w")
+    log = log_file.open("a")
     begin = time.monotonic()
     draws = [_rounds(len(lesson.texts), lesson.each, rng) for lesson in lessons]
     for step in track(range(config.steps), "training"):
