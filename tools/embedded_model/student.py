@@ -32,9 +32,8 @@ TEMPLATES = [
 USUAL = "a photo of a \0."
 # What stands between two names, and how much the second counts: of "barn cat" twice as much, of "cat in a barn" half.
 PAIRS = [("", 2.0), ("or", 1.0), ("and", 1.0), *((link, 0.5) for link in ("with a", "in a", "on a", "near a", ","))]
-CONE = (
-    2.0  # what all texts have in common, in parts of what tells them apart: words have cosines of about 0.7, as CLIP's
-)
+# What all texts have in common, in parts of what tells them apart: words have cosines of about 0.7, as CLIP's.
+CONE = 2.0
 REACH = 0.2  # the less sure the direction of a text, the longer: pictures are farther from a vague direction
 
 
