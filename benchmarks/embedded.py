@@ -24,6 +24,7 @@ from torch import Tensor
 
 from selftpt.adaptation import zero_shot
 from selftpt.datasets import Dataset, read_dataset
+from selftpt.errors import told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.features import FeatureStore, Look
 from selftpt.files import read_tensors
@@ -116,4 +117,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from selftpt import AdaptConfig
 from selftpt.adaptation import adapt
 from selftpt.datasets import half
+from selftpt.errors import SelfTPTError, told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.evaluation.protocols import Bench, Run
 from selftpt.evaluation.runs import Runs
@@ -38,12 +39,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     options = parser.parse_args()
     model, runs = load_model(device="cpu"), Runs(options.runs)
+    records = [r for r in runs.records if (r["method"], r["protocol"]) == ("self-tpt", "base-to-new")]
+    if not records:
+        raise SelfTPTError(f"{options.runs} has no run of self-tpt: make it by selftpt bench base-to-new --out")
     print("dataset seed  cosine  CPT before after  alike  moved  new before after")
-    for record in runs.records:
-        if (record["method"], record["protocol"]) == ("self-tpt", "base-to-new"):
-            bench = Bench(model, "base-to-new", options.data, runs, changes=record["changes"])
-            row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
-            print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
+    for record in records:
+        bench = Bench(model, "base-to-new", options.data, runs, changes=record["changes"])
+        row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
+        print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
 
 
 def look_at(bench: Bench, run: Run) -> dict[str, float]:
@@ -53,7 +56,8 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     assert source is not None
     job = Job(model, source[0], bench.runs.folder / "learned", print)
     file = job.file("prompt", settings.learn)
-    assert file.is_file(), f"{file} is missing: were data, model or settings others?"
+    if not file.is_file():
+        raise SelfTPTError(f"there is no {file}: data, model or settings are not those of the run; make it anew")
     prompt = job.prompt(settings.learn)
     steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
     test = half(bench.dataset(run.dataset).test, new=True)
@@ -85,4 +89,5 @@ def contrast(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, l
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

@@ -22,6 +22,7 @@ from torch import Tensor
 from selftpt import AdaptConfig, LearnConfig, Prompt, load_model
 from selftpt.adaptation import adapt, zero_shot
 from selftpt.classifier import Classifier
+from selftpt.errors import told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.learning import learn_from_features
 from selftpt.tokens import class_tokens
@@ -116,4 +117,5 @@ def tell(stage_1: str, base: list[float], scores: dict[str, list[float]], than: 
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from selftpt import LearnConfig, load_model
+from selftpt.errors import told_in_one_line
 from selftpt.images import Source, pictures_in
 from selftpt.learning import learn
 from selftpt.models import EMBEDDED_FILES
@@ -26,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

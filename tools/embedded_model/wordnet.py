@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from selftpt.errors import SelfTPTError
+
 # WordNet's files by subject that hold visible things: tops, act, animal, artifact, body, food, group, location,
 # object, person, phenomenon, plant, shape, substance.
 VISIBLE = {3, 4, 5, 6, 8, 13, 14, 15, 17, 18, 19, 20, 25, 27}
@@ -112,4 +114,6 @@ def _read(folder: Path, part: str) -> tuple[dict[str, Synset], dict[str, list[st
 
 
 def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        raise SelfTPTError(f"there is no {path}: install Debian's wordnet-base, or name WordNet's folder by --wordnet")
     return [line for line in path.read_text(encoding="utf8").splitlines() if not line.startswith("  ")]
