@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from open_clip.model import CLIP
 from torch import Tensor
 
+from selftpt.errors import told_in_one_line
 from tools.embedded_model import __main__ as recipe
 from tools.embedded_model import student, teacher
 from tools.embedded_model.export import small
@@ -70,6 +71,15 @@ def test_wordnet(wordnet: WordNet) -> None:
         "Persian cat": ["00000004"],
         "angora": ["00000002", "00000004"],
     }
+
+
+def test_a_script_tells_a_mistake_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"), told_in_one_line():
+        WordNet(tmp_path / "nowhere")
+    said = capsys.readouterr().err
+    assert said.startswith("error: there is no ")
+    assert "wordnet-base" in said
+    assert said.count("\n") == 1
 
 
 def test_adjectives(wordnet: WordNet) -> None:
@@ -260,6 +270,22 @@ def test_the_space_keeps_what_tells_classes_apart() -> None:
     torch.testing.assert_close(F.normalize(kept, dim=0), F.normalize(scores, dim=0), atol=1e-3, rtol=0)
 
 
+def test_the_space_is_blind_to_a_change_that_tells_nothing_apart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    head, change = torch.randn(6, 40, generator=generator), torch.randn(40, generator=generator)
+    features = 3 * head.repeat(5, 1) + torch.randn(30, 40, generator=generator)
+    space = Space.of(head, features, torch.arange(6), 5)
+    blind = space.blind_to(change)
+
+    def scores(of: Space, seen: Tensor) -> Tensor:
+        return (seen @ of.projection.t() + of.bias) @ of.prototypes.t()
+
+    assert (scores(space, features + 9 * change) - scores(space, features)).abs().max() > 1
+    torch.testing.assert_close(scores(blind, features + 9 * change), scores(blind, features), atol=1e-3, rtol=0)
+    torch.testing.assert_close(blind.prototypes.norm(dim=-1), torch.ones(6))
+    assert ((blind.see(features) @ blind.prototypes.t()).argmax(1) == torch.arange(6).repeat(5)).float().mean() > 0.9
+
+
 @pytest.fixture
 def clip() -> CLIP:
     torch.manual_seed(0)
@@ -273,7 +299,10 @@ def test_the_walk_is_that_of_open_clip(clip: CLIP) -> None:
     rows = [row[: row.argmax() + 1].tolist() for row in tokens]
     with torch.no_grad():
         found = walk(clip, clip.token_embedding.weight, rows)
-        torch.testing.assert_close(found, clip.encode_text(tokens, normalize=True))
+        expected = clip.encode_text(tokens, normalize=True)
+        torch.testing.assert_close(found, expected)
+        in_half = walk(clip, clip.token_embedding.weight, rows, half=True)
+    assert 1e-6 < (in_half - expected).abs().max() < 0.01
 
 
 def test_the_student_learns(clip: CLIP, tmp_path: Path) -> None:
@@ -287,7 +316,7 @@ def test_the_student_learns(clip: CLIP, tmp_path: Path) -> None:
         Lesson(names[3:], targets[3:], 2, names[3:]),
         Lesson(["a small furry animal that purrs and would not fit into a template of twelve"], targets[:1], 1),
     ]
-    config = Training(steps=320, lr=0.02, table_lr=0.02, warmup=5, groups=2, pairs=0.3, plural=0.2)
+    config = Training(steps=320, lr=0.02, table_lr=0.02, warmup=5, groups=2, beside=0.3, plural=0.2)
     train(clip, tokenizer, lessons, config, tmp_path / "log.jsonl")
     with torch.no_grad():
         found = clip.encode_text(tokenizer([f"a photo of a {name}." for name in names]), normalize=True)

@@ -13,6 +13,7 @@ from typing import Any
 import timm
 import torch
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES
+from PIL import Image, ImageOps
 from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -39,15 +40,23 @@ def trunk() -> Any:
     return network.eval().to(memory_format=torch.channels_last)
 
 
-def see(pictures: Path, work: Path, batch: int = 32) -> tuple[Tensor, Tensor]:
-    """What the tower sees of ImageNet pictures, a folder a class by its WordNet number: features [n, 1280], labels."""
+def see(pictures: Path, work: Path, side: int | None = None, batch: int = 32) -> tuple[Tensor, Tensor]:
+    """What the tower sees of ImageNet pictures, a folder a class by its WordNet number: features [n, 1280], labels.
+
+    side: first made so small, in pixels.
+    """
     paths = [(path, label) for label, wnid in enumerate(WNIDS) for path in pictures_in(pictures / wnid)]
     digest = hashlib.sha256("\0".join(str(path.resolve()) for path, _ in paths).encode()).hexdigest()[:16]
-    kept = work / f"pictures-{digest}.safetensors"
+    kept = work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors"
     if kept.is_file():
         return (saved := load_file(kept))["features"], saved["labels"]
     preprocess, network, features = Preprocess.of(PREPROCESS), trunk(), []
-    shown = in_threads(lambda item: preprocess(open_picture(item[0])), paths, ahead=2 * batch)
+
+    def show(item: tuple[Path, int]) -> Tensor:
+        picture = open_picture(item[0])
+        return preprocess(ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture)
+
+    shown = in_threads(show, paths, ahead=2 * batch)
     with torch.inference_mode():
         for _ in track(range(0, len(paths), batch), f"{len(paths)} pictures"):
             pixels = torch.stack(list(itertools.islice(shown, batch)))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from open_clip.zero_shot_metadata import OPENAI_IMAGENET_TEMPLATES
 from rich.progress import track
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from tools.embedded_model.sentences import Sentences
@@ -31,7 +32,13 @@ TEMPLATES = [
 ]
 USUAL = "a photo of a \0."
 # What stands between two names, and how much the second counts: of "barn cat" twice as much, of "cat in a barn" half.
-PAIRS = [("", 2.0), ("or", 1.0), ("and", 1.0), *((link, 0.5) for link in ("with a", "in a", "on a", "near a", ","))]
+# Names of several words are mostly of the first kind.
+PAIRS = [
+    *4 * [("", 2.0)],
+    ("or", 1.0),
+    ("and", 1.0),
+    *((link, 0.5) for link in ("with a", "in a", "on a", "near a", ",")),
+]
 # What all texts have in common, in parts of what tells them apart: words have cosines of about 0.7, as CLIP's.
 CONE = 2.0
 REACH = 0.2  # the less sure the direction of a text, the longer: pictures are farther from a vague direction
@@ -44,13 +51,14 @@ class Training:
     steps: int
     usual: float = 0.25  # share of names in the usual template
     plural: float = 0.1  # share of names in the plural
-    pairs: float = 0.15  # share of names with another name beside them
+    beside: float = 0.25  # share of names with another name beside them; of those, with a third, and so on
     lr: float = 1e-3
     table_lr: float = 1e-3
     warmup: int = 100
     weight_decay: float = 0.02
     temperature: float = 0.07  # of telling a batch's names apart
     apart: float = 0.5  # weight of that
+    half: bool = True  # products of the transformer in half precision
     groups: int = 4  # a batch is walked in groups of names of similar length
     seed: int = 0
 
@@ -78,16 +86,18 @@ def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float 
     return vectors * (size / vectors.std())
 
 
-def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]], half: bool = False) -> Tensor:
     """Texts, as rows of the token table that end at the text's end, to unit features [n, D].
 
     open_clip's own walk, but no further than the longest of them: what comes after an end is not looked at.
+    half: the products of the transformer in half precision (bfloat16), 1.6 times as fast on processors that have it.
     """
     length = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
     x = F.embedding(tokens, table) + clip.positional_embedding[:length]
-    x = clip.ln_final(clip.transformer(x, attn_mask=clip.attn_mask[:length, :length]))
-    x = x[torch.arange(len(x)), torch.tensor([len(row) - 1 for row in rows])]
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), sdpa_kernel(SDPBackend.MATH):
+        x = clip.transformer(x, attn_mask=clip.attn_mask[:length, :length])
+    x = clip.ln_final(x[torch.arange(len(x)), torch.tensor([len(row) - 1 for row in rows])])
     return F.normalize(x @ clip.text_projection, dim=-1)
 
 
@@ -112,7 +122,7 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     """Train the text tower of `clip` in place; a log is added to. Tokens that no text has stay as they are."""
     rng, longest = random.Random(config.seed), clip.context_length
     forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
-    texts = {text: tokenizer.encode(text) for text in sorted(forms)}
+    texts: dict[str, list[int]] = {text: tokenizer.encode(text) for text in sorted(forms)}
     frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
     links = {link: tokenizer.encode(link) for link, _ in PAIRS}
     ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
@@ -122,16 +132,19 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
 
     def write(lesson: Lesson, i: int) -> tuple[list[int], Tensor]:
         """A text as it stands in a sentence, in rows of the table, and where it should land."""
-        name, target = texts[lesson.texts[i]], lesson.targets[i]
-        frame = frames["\0"]
-        if lesson.plurals:
-            if rng.random() < config.plural:
-                name = texts[lesson.plurals[i]]
-            frame = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
+        if not lesson.plurals:
+            tokens = [ends[0], *texts[lesson.texts[i]][: longest - 2], ends[1]]
+            return [row[token] for token in tokens], lesson.targets[i]
+
+        def form(i: int) -> list[int]:
+            return texts[(lesson.plurals if rng.random() < config.plural else lesson.texts)[i]]
+
+        frame = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
         room = longest - 2 - sum(map(len, frame))
-        if lesson.plurals and rng.random() < config.pairs:
+        name, target = form(i), lesson.targets[i]
+        while rng.random() < config.beside:
             (link, share), other = rng.choice(PAIRS), rng.randrange(len(lesson.texts))
-            both = [*name, *links[link], *texts[lesson.texts[other]]]
+            both = [*name, *links[link], *form(other)]
             if len(both) <= room:
                 name, target = both, (target + share * lesson.targets[other]) / (1 + share)
         tokens = [ends[0], *frame[0], *name[:room], *frame[1], ends[1]]
@@ -154,7 +167,8 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
         aims = torch.stack(targets)
         wanted, sure = in_cone(aims), aims.norm(dim=-1)
         order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
-        found = torch.cat([walk(clip, table, [rows[i] for i in some]) for some in order.chunk(config.groups)])
+        parts = ([rows[i] for i in some] for some in order.chunk(config.groups))
+        found = torch.cat([walk(clip, table, part, config.half) for part in parts])
         wanted, sure = wanted[order], sure[order]
         cosines = found @ wanted.t()
         off = (1 + CONE**2) * (1 - cosines.diagonal())

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,12 @@ class Space:
         basis = basis[:dimension]
         projection = torch.linalg.solve_triangular(root, basis, upper=False, left=False)
         return cls(projection, -projection @ mean, F.normalize(head @ root @ basis.t(), dim=-1))
+
+    def blind_to(self, change: Tensor) -> Space:
+        """The same, but class directions have nothing of a change of features [1280] that tells no class apart."""
+        away = F.normalize(self.projection @ change, dim=0)
+        rest = self.prototypes - torch.outer(self.prototypes @ away, away)
+        return replace(self, prototypes=F.normalize(rest, dim=-1))
 
     def see(self, features: Tensor) -> Tensor:
         """Unit features [n, D] of pictures."""
