@@ -1,8 +1,9 @@
 """How good and how fast the embedded model is: zero-shot top-1 on datasets in CoOp's layout, and pictures a second.
 
-`imagenet`: held-out pictures, 1,000-way. `imagenet_unseen`: 200 classes, 200-way, by class vectors of a text tower
-that the same recipe made without them (`python -m tools.embedded_model --hold-out`). The rate is of `encode_images` on
-ready tensors over that of the bare timm tower, both in the same run.
+`imagenet`: held-out pictures, 1,000-way; `imagenet_64` and `imagenet_32`: the same, made so small first.
+`imagenet_unseen`: 200 classes, 200-way, by class vectors of a text tower that the same recipe made without them
+(`python -m tools.embedded_model --hold-out`). The rate is of `encode_images` on ready tensors over that of the bare
+timm tower, both in the same run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from measure import interleaved, ratio
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
@@ -49,6 +51,19 @@ def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
         labels = [label for _, label, _ in json.loads(full.read_text())["test"] if label in of_class]
         result[f"{dataset.name}_as_whole"] = 100 * statistics.mean(statistics.mean(of_class[i]) for i in labels)
     return result
+
+
+def small(model: Model, imagenet: Dataset, side: int, batch: int = 32) -> float:
+    """Per cent right of test pictures that are cut to squares of so many pixels a side."""
+
+    def show(path: Path) -> Tensor:
+        return model.preprocess(ImageOps.fit(open_picture(path), (side, side), Image.Resampling.BICUBIC))
+
+    shown, seen = in_threads(show, imagenet.test.paths, ahead=2 * batch), []
+    while pixels := list(itertools.islice(shown, batch)):
+        seen.append(model.encode_images(torch.stack(pixels)))
+    classifier = zero_shot(model, imagenet.test.names)
+    return top(classifier(torch.cat(seen)[:, None]), torch.tensor(imagenet.test.labels), 1)
 
 
 def unseen(model: Model, imagenet: Dataset, batch: int = 32) -> float:
@@ -107,6 +122,9 @@ def main() -> None:
         print(f"{name}: {result[name]:.1f} % of {size}", flush=True)
         if f"{name}_as_whole" in result:
             print(f"  {result[f'{name}_as_whole']:.1f} % by the whole test set's counts")
+    for side in (64, 32):
+        result[f"imagenet_{side}"] = small(model, dataset, side)
+        print(f"  {result[f'imagenet_{side}']:.1f} % at {side} pixels a side", flush=True)
     result["imagenet_unseen"] = unseen(model, dataset)
     print(f"imagenet_unseen: {result['imagenet_unseen']:.1f} %, 200 classes", flush=True)
     result |= rates(model)

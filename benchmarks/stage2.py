@@ -38,10 +38,13 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="the folder of the runs")
     parser.add_argument("--data", type=Path, required=True)
     options = parser.parse_args()
-    model, runs = load_model(device="cpu"), Runs(options.runs)
+    runs = Runs(options.runs)
     records = [r for r in runs.records if (r["method"], r["protocol"]) == ("self-tpt", "base-to-new")]
     if not records:
-        raise SelfTPTError(f"{options.runs} has no run of self-tpt: make it by selftpt bench base-to-new --out")
+        raise SelfTPTError(
+            f"{options.runs} has no run of self-tpt: make it by selftpt bench base-to-new --out {options.runs}"
+        )
+    model = load_model(device="cpu")
     print("dataset seed  cosine  CPT before after  alike  moved  new before after")
     for record in records:
         bench = Bench(model, "base-to-new", options.data, runs, changes=record["changes"])

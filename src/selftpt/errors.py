@@ -19,5 +19,5 @@ def told_in_one_line() -> Iterator[None]:
     try:
         yield
     except SelfTPTError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).split(), file=sys.stderr)
         sys.exit(2)

@@ -64,14 +64,13 @@ def main() -> None:
     of_known = torch.isin(labels, known)
     tiny = {side: see(options.pictures, options.work, side)[0][of_known] for side in SIDES}
     plain = Space.of(head, features[of_known], known, DIMENSIONS)
-    space = plain.blind_to(sum(seen.mean(0) for seen in tiny.values()) - len(tiny) * features[of_known].mean(0))
+    space = plain.blind_to(torch.cat([*tiny.values()]).mean(0) - features[of_known].mean(0))
     tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
     taught = nouns.teach(space.prototypes, known, Kernel())
     learned = lessons(nouns, taught, wordnet.adjectives(), sentences, tokenizer, space, known)
     clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
     name = "held-out" if options.hold_out else "selftpt-tiny"
     log = options.work / f"{name}.jsonl"
-    log.unlink(missing_ok=True)
     train(clip, tokenizer, learned, TRAINING, log)
     clip.load_state_dict(small(clip.state_dict()))  # what is shipped is what is measured
 
@@ -89,13 +88,16 @@ def main() -> None:
         "kernel": asdict(Kernel()),
         "kernel_of_adjectives": {"name": ADJECTIVES.name, "gloss": ADJECTIVES.gloss},
         "looks": len(nouns.looks),
-        "lessons": [len(lesson.texts) for lesson in learned],
+        "lessons": [{"texts": len(lesson.texts), "a_step": lesson.each} for lesson in learned],
         "scale": scale,
         "of_pictures_by_prototypes": right(space.see(features[of_known]), space.prototypes[known], where),
         "of_pictures_by_names": right(pictures[of_known], vectors[known], where),
         "of_small_pictures_by_prototypes": {
-            side: [right(of.see(seen), of.prototypes[known], where) for of in (plain, space)]
-            for side, seen in tiny.items()
+            side: {
+                how: right(of.see(small), of.prototypes[known], where)
+                for how, of in (("plain", plain), ("blind", space))
+            }
+            for side, small in tiny.items()
         },
         "minutes": (time.monotonic() - begin) / 60,
     }

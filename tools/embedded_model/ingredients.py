@@ -40,17 +40,18 @@ def trunk() -> Any:
     return network.eval().to(memory_format=torch.channels_last)
 
 
-def see(pictures: Path, work: Path, side: int | None = None, batch: int = 32) -> tuple[Tensor, Tensor]:
-    """What the tower sees of ImageNet pictures, a folder a class by its WordNet number: features [n, 1280], labels.
+def see(pictures: Path, work: Path, side: int | None = None) -> tuple[Tensor, Tensor]:
+    """What the tower sees of ImageNet pictures, a folder a class by its WordNet number: features [n, 1280],
+    labels [n].
 
-    side: first made so small, in pixels.
+    side: cut to a square and made so small first, in pixels.
     """
     paths = [(path, label) for label, wnid in enumerate(WNIDS) for path in pictures_in(pictures / wnid)]
     digest = hashlib.sha256("\0".join(str(path.resolve()) for path, _ in paths).encode()).hexdigest()[:16]
     kept = work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors"
     if kept.is_file():
         return (saved := load_file(kept))["features"], saved["labels"]
-    preprocess, network, features = Preprocess.of(PREPROCESS), trunk(), []
+    preprocess, network, features, batch = Preprocess.of(PREPROCESS), trunk(), [], 32
 
     def show(item: tuple[Path, int]) -> Tensor:
         picture = open_picture(item[0])

@@ -32,8 +32,8 @@ TEMPLATES = [
 ]
 USUAL = "a photo of a \0."
 # What stands between two names, and how much the second counts: of "barn cat" twice as much, of "cat in a barn" half.
-# Names of several words are mostly of the first kind.
-PAIRS = [
+# The first kind is drawn four times as often as any other: most names of several words are of it.
+LINKS = [
     *4 * [("", 2.0)],
     ("or", 1.0),
     ("and", 1.0),
@@ -51,16 +51,14 @@ class Training:
     steps: int
     usual: float = 0.25  # share of names in the usual template
     plural: float = 0.1  # share of names in the plural
-    beside: float = 0.25  # share of names with another name beside them; of those, with a third, and so on
+    beside: float = 0.25  # share of names with another beside them, if there is room; of those, with a third, and so on
     lr: float = 1e-3
     table_lr: float = 1e-3
     warmup: int = 100
     weight_decay: float = 0.02
     temperature: float = 0.07  # of telling a batch's names apart
     apart: float = 0.5  # weight of that
-    half: bool = True  # products of the transformer in half precision
     groups: int = 4  # a batch is walked in groups of names of similar length
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,12 @@ def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]], half: bool = F
     """Texts, as rows of the token table that end at the text's end, to unit features [n, D].
 
     open_clip's own walk, but no further than the longest of them: what comes after an end is not looked at.
-    half: the products of the transformer in half precision (bfloat16), 1.6 times as fast on processors that have it.
+    half: the products of the transformer in half precision (bfloat16), which is faster on processors that have it.
     """
     length = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
     x = F.embedding(tokens, table) + clip.positional_embedding[:length]
+    # torch's fused attention goes back slowly in bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=half), sdpa_kernel(SDPBackend.MATH):
         x = clip.transformer(x, attn_mask=clip.attn_mask[:length, :length])
     x = clip.ln_final(x[torch.arange(len(x)), torch.tensor([len(row) - 1 for row in rows])])
@@ -119,12 +118,12 @@ def plural(name: str) -> str:
 
 
 def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:
-    """Train the text tower of `clip` in place; a log is added to. Tokens that no text has stay as they are."""
-    rng, longest = random.Random(config.seed), clip.context_length
+    """Train the text tower of `clip` in place; and write a log. Tokens that no text has stay as they are."""
+    rng, longest = random.Random(0), clip.context_length
     forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
     texts: dict[str, list[int]] = {text: tokenizer.encode(text) for text in sorted(forms)}
     frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
-    links = {link: tokenizer.encode(link) for link, _ in PAIRS}
+    links = {link: tokenizer.encode(link) for link, _ in LINKS}
     ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
     used = sorted({*ends, *chain.from_iterable([*texts.values(), *links.values(), *chain(*frames.values())])})
     row = {token: i for i, token in enumerate(used)}
@@ -132,18 +131,18 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
 
     def write(lesson: Lesson, i: int) -> tuple[list[int], Tensor]:
         """A text as it stands in a sentence, in rows of the table, and where it should land."""
-        if not lesson.plurals:
-            tokens = [ends[0], *texts[lesson.texts[i]][: longest - 2], ends[1]]
-            return [row[token] for token in tokens], lesson.targets[i]
 
-        def form(i: int) -> list[int]:
-            return texts[(lesson.plurals if rng.random() < config.plural else lesson.texts)[i]]
+        def form(of: int) -> list[int]:
+            return texts[(lesson.plurals if rng.random() < config.plural else lesson.texts)[of]]
 
-        frame = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
-        room = longest - 2 - sum(map(len, frame))
-        name, target = form(i), lesson.targets[i]
-        while rng.random() < config.beside:
-            (link, share), other = rng.choice(PAIRS), rng.randrange(len(lesson.texts))
+        frame, name, target = frames["\0"], texts[lesson.texts[i]], lesson.targets[i]
+        room = longest - 2
+        if lesson.plurals:
+            frame = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
+            room -= sum(map(len, frame))
+            name = form(i)
+        while lesson.plurals and rng.random() < config.beside:
+            (link, share), other = rng.choice(LINKS), rng.randrange(len(lesson.texts))
             both = [*name, *links[link], *form(other)]
             if len(both) <= room:
                 name, target = both, (target + share * lesson.targets[other]) / (1 + share)
@@ -158,7 +157,7 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), foreach=True)
     curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
-    log = log_file.open("a")
+    log = log_file.open("w")
     begin = time.monotonic()
     draws = [_rounds(len(lesson.texts), lesson.each, rng) for lesson in lessons]
     for step in track(range(config.steps), "training"):
@@ -168,7 +167,7 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
         wanted, sure = in_cone(aims), aims.norm(dim=-1)
         order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
         parts = ([rows[i] for i in some] for some in order.chunk(config.groups))
-        found = torch.cat([walk(clip, table, part, config.half) for part in parts])
+        found = torch.cat([walk(clip, table, part, half=True) for part in parts])
         wanted, sure = wanted[order], sure[order]
         cosines = found @ wanted.t()
         off = (1 + CONE**2) * (1 - cosines.diagonal())

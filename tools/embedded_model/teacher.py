@@ -43,7 +43,10 @@ class Space:
         return cls(projection, -projection @ mean, F.normalize(head @ root @ basis.t(), dim=-1))
 
     def blind_to(self, change: Tensor) -> Space:
-        """The same, but class directions have nothing of a change of features [1280] that tells no class apart."""
+        """The same, but class directions have nothing of a change of features [1280].
+
+        Pictures keep it: it makes all their cosines smaller, but does not change which is the largest.
+        """
         away = F.normalize(self.projection @ change, dim=0)
         rest = self.prototypes - torch.outer(self.prototypes @ away, away)
         return replace(self, prototypes=F.normalize(rest, dim=-1))
