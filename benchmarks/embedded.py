@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import timm
@@ -53,20 +53,25 @@ def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
     return result
 
 
-def small(model: Model, imagenet: Dataset, side: int, batch: int = 32) -> float:
+def show(model: Model, paths: Sequence[Path], side: int | None = None, batch: int = 32) -> Iterator[Tensor]:
+    """Batches of pixels [B, 3, S, S], uint8; `side`: of pictures that are first cut to squares of so many pixels."""
+
+    def pixels(path: Path) -> Tensor:
+        picture = open_picture(path)
+        return model.preprocess(ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture)
+
+    shown = in_threads(pixels, paths, ahead=2 * batch)
+    while some := list(itertools.islice(shown, batch)):
+        yield torch.stack(some)
+
+
+def small(model: Model, imagenet: Dataset, side: int) -> float:
     """Per cent right of test pictures that are cut to squares of so many pixels a side."""
-
-    def show(path: Path) -> Tensor:
-        return model.preprocess(ImageOps.fit(open_picture(path), (side, side), Image.Resampling.BICUBIC))
-
-    shown, seen = in_threads(show, imagenet.test.paths, ahead=2 * batch), []
-    while pixels := list(itertools.islice(shown, batch)):
-        seen.append(model.encode_images(torch.stack(pixels)))
-    classifier = zero_shot(model, imagenet.test.names)
-    return top(classifier(torch.cat(seen)[:, None]), torch.tensor(imagenet.test.labels), 1)
+    seen = torch.cat([model.encode_images(pixels) for pixels in show(model, imagenet.test.paths, side)])
+    return top(zero_shot(model, imagenet.test.names)(seen[:, None]), torch.tensor(imagenet.test.labels), 1)
 
 
-def unseen(model: Model, imagenet: Dataset, batch: int = 32) -> float:
+def unseen(model: Model, imagenet: Dataset) -> float:
     """Per cent right of pictures of the held-out classes, by the model that has not learned them.
 
     It has the image tower of the embedded one, but a projection of its own: on top of the tower's own features.
@@ -76,11 +81,10 @@ def unseen(model: Model, imagenet: Dataset, batch: int = 32) -> float:
     assert imagenet.train is not None
     pictures = [pair for part in (imagenet.train, imagenet.test) for pair in zip(part.paths, part.labels, strict=True)]
     rows = [(path, place[label]) for path, label in pictures if label in place]
-    shown = in_threads(lambda row: model.preprocess(open_picture(row[0])), rows, ahead=2 * batch)
     seen = []
     with torch.inference_mode():
-        while pixels := list(itertools.islice(shown, batch)):
-            laid = model.preprocess.normalize(torch.stack(pixels)).contiguous(memory_format=torch.channels_last)
+        for pixels in show(model, [path for path, _ in rows]):
+            laid = model.preprocess.normalize(pixels).contiguous(memory_format=torch.channels_last)
             seen.append(model.image.encode.trunk(laid))
     features = F.normalize(torch.cat(seen) @ exam["projection"].float().t() + exam["bias"], dim=-1)
     return top(features @ exam["vectors"].float().t(), torch.tensor([label for _, label in rows]), 1)

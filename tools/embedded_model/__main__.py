@@ -94,10 +94,10 @@ def main() -> None:
         "of_pictures_by_names": right(pictures[of_known], vectors[known], where),
         "of_small_pictures_by_prototypes": {
             side: {
-                how: right(of.see(small), of.prototypes[known], where)
+                how: right(of.see(of_side), of.prototypes[known], where)
                 for how, of in (("plain", plain), ("blind", space))
             }
-            for side, small in tiny.items()
+            for side, of_side in tiny.items()
         },
         "minutes": (time.monotonic() - begin) / 60,
     }

@@ -118,7 +118,7 @@ def plural(name: str) -> str:
 
 
 def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:
-    """Train the text tower of `clip` in place; and write a log. Tokens that no text has stay as they are."""
+    """Train the text tower of `clip` in place, and write a log. Tokens that no text has stay as they are."""
     rng, longest = random.Random(0), clip.context_length
     forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
     texts: dict[str, list[int]] = {text: tokenizer.encode(text) for text in sorted(forms)}
