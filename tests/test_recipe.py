@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from selftpt.errors import told_in_one_line
 from tools.embedded_model import __main__ as recipe
-from tools.embedded_model import student, teacher
+from tools.embedded_model import above, student, teacher
 from tools.embedded_model.export import small
 from tools.embedded_model.ingredients import HOME, NAMES, read_looks
 from tools.embedded_model.student import Lesson, Training, train, walk
@@ -177,6 +178,8 @@ def test_nothing_is_known_of_classes_that_are_not(nouns: Nouns) -> None:
 def test_lessons(nouns: Nouns, wordnet: WordNet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts and where they should land, with the singer not known."""
     monkeypatch.setattr(recipe, "NAMES", teacher.NAMES)
+    monkeypatch.setattr(recipe, "LAND", {"water": (None, ["sea", "persian"]), "wood": (None, ["thing"])})
+    land = F.normalize(torch.randn(2, 5, generator=torch.Generator().manual_seed(1)), dim=-1)
     known, kernel = torch.tensor([0]), teacher.Kernel()
     sentences = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: ["cat", "blue", "##s"]))
 
@@ -188,8 +191,8 @@ def test_lessons(nouns: Nouns, wordnet: WordNet, monkeypatch: pytest.MonkeyPatch
     space = Space(torch.zeros(5, 8), torch.zeros(5), PROTOTYPES)
     tokenizer = open_clip.SimpleTokenizer()
     letters: Any = Letters(**vars(sentences))
-    found = recipe.lessons(nouns, taught, wordnet.adjectives(), letters, tokenizer, space, known)
-    classes, often, seldom, typed, defined = found
+    found = recipe.lessons(nouns, taught, land, wordnet.adjectives(), letters, tokenizer, space, known)
+    classes, often, seldom, typed, defined, words, above = found
     assert (classes.texts, classes.plurals) == (["Persian"], ["Persians"])
     torch.testing.assert_close(classes.targets, PROTOTYPES[:1])
     assert often.texts == ["cat", "true cat", "thing", "Persian cat", "blue", "fluffy", "furry"]
@@ -204,6 +207,16 @@ def test_lessons(nouns: Nouns, wordnet: WordNet, monkeypatch: pytest.MonkeyPatch
     assert {*typed.texts} == {*typed.plurals} == texts | {"angora, a type of thing", "angora, a type of cat"}
     assert {*defined.texts} == {"a feline", "a singer", "a breed", "what there is"}
     assert not defined.plurals
+    assert [lesson.company for lesson in found] == [True, True, True, False, True, True, True]
+    assert (words.texts, words.plurals) == (["sea", "thing"], ["seas", "things"])  # a class stays what it is
+    sea = nouns.teach_words(by_letters(["sea"]), None, PROTOTYPES, known, kernel)
+    thing = taught[0][[nouns.names.index("thing")]]
+    torch.testing.assert_close(words.targets, (F.normalize(torch.cat([sea, thing]), dim=-1) + land) / 2)
+    torch.testing.assert_close(often.targets[2], words.targets[1])
+    assert not above.plurals
+    for word, kind in {"sea": 0, "persian": 0, "thing": 1}.items():
+        for text in (f"{word} from above", f"a centered satellite photo of {word}.", f"an aerial view of the {word}."):
+            torch.testing.assert_close(above.targets[[*above.texts].index(text)], land[kind])
     for lesson in found:
         assert (lesson.targets.norm(dim=-1) <= 1 + 1e-6).all()
         assert len(lesson.texts) == len(lesson.targets)
@@ -270,6 +283,40 @@ def test_the_space_keeps_what_tells_classes_apart() -> None:
     torch.testing.assert_close(F.normalize(kept, dim=0), F.normalize(scores, dim=0), atol=1e-3, rtol=0)
 
 
+def test_land_is_drawn() -> None:
+    """The same scene for the same number, another for another; half of them coarse; each kind as it should look."""
+    for kind in above.LAND:
+        pictures = [above.draw(kind, number) for number in (0, 1, 0)]
+        assert [picture.size for picture in pictures[:2]] == [(224, 224), (64, 64)]
+        assert pictures[0].tobytes() == pictures[2].tobytes() != above.draw(kind, 2).tobytes()
+    colour = {
+        kind: torch.tensor([above.draw(kind, n).resize((1, 1)).getpixel((0, 0)) for n in range(1, 16, 2)])
+        .float()
+        .mean(0)
+        for kind in ("forest", "open water", "snow", "sand", "pasture")
+    }
+    assert colour["snow"].min() > colour["sand"].min() > colour["pasture"].min() > colour["forest"].min()
+    assert [int(colour[kind].argmax()) for kind in ("sand", "forest", "open water")] == [0, 1, 2]
+
+
+def test_words_for_land_are_of_one_kind() -> None:
+    words = [word for _, words in above.LAND.values() for word in words]
+    assert len(words) == len({*words})
+    assert all(word == word.strip().lower() for word in words)
+
+
+def test_drawings_tell_kinds_apart_by_what_differs_least_within_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = torch.arange(3).repeat(200)
+    centres = torch.tensor([[1.0, 0, 2], [-0.5, 0.9, 0], [-0.5, -0.9, -2]])
+    pictures = centres[kinds] + 5 + torch.randn(600, 3, generator=generator) * torch.tensor([0.1, 0.1, 2.0])
+    found = teacher.by_drawings(pictures, kinds, ridge=0.01)
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(3))
+    assert (found[:, 2].abs() < 0.1).all()
+    assert teacher.right(pictures - 5, found, kinds) > 0.95
+    assert teacher.right(pictures - 5, F.normalize(centres, dim=-1), kinds) < 0.8
+
+
 def test_the_space_is_blind_to_a_change_that_tells_nothing_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     head, change = torch.randn(6, 40, generator=generator), torch.randn(40, generator=generator)
@@ -331,6 +378,30 @@ def test_the_student_learns(clip: CLIP, tmp_path: Path) -> None:
     (cat,) = tokenizer.encode("cat")
     assert torch.equal(clip.token_embedding.weight[banana], before[banana])
     assert not torch.equal(clip.token_embedding.weight[cat], before[cat])
+
+
+def test_names_beside_others() -> None:
+    """They are written as people write them, and land between the names, nearer to those that count more."""
+    tokenizer = open_clip.SimpleTokenizer()
+    nouns = Lesson(["barn", "cat", "tram"], torch.eye(3), 1, ["barns", "cats", "trams"])
+    alone = Lesson(["crane, a type of bird"], torch.eye(3)[:1], 1, ["crane, a type of bird"], company=False)
+    writer = student.Writer(tokenizer, [nouns, alone], Training(steps=1, beside=0.6, plural=0.5, usual=1.0), 20)
+    written = [writer.write(nouns, i % 3) for i in range(3000)]
+    found = {tokenizer.decode(tokens[5:-2]).strip(): target.tolist() for tokens, target in written}
+    assert {"barn", "barns", "barn cats", "cats in a barn", "cats or trams", "cat , tram"} <= {*found}
+    for before, after in itertools.chain.from_iterable(itertools.pairwise(text.split()) for text in found):
+        assert before != "a" or after in nouns.texts
+        assert before not in nouns.plurals or after not in (*nouns.texts, *nouns.plurals)
+    assert found["barn cat"] == pytest.approx([1 / 3, 2 / 3, 0])
+    assert found["cat in a barn"] == pytest.approx([1 / 3, 2 / 3, 0])
+    listed = [text for text in found if text.count(" and ") + text.count(" or ") == 2 and len(text.split()) == 5]
+    assert listed
+    for text in listed:
+        counts = [text.count(name) for name in nouns.texts]
+        assert found[text] == pytest.approx([count / 3 for count in counts])
+    assert {tokenizer.decode(writer.write(alone, 0)[0][5:-2]).strip() for _ in range(50)} == {"crane , a type of bird"}
+    assert max(len(tokens) for tokens, _ in written) == 20
+    assert {token for tokens, _ in written for token in tokens} <= {*writer.used}
 
 
 def test_plurals() -> None:

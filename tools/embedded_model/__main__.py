@@ -21,17 +21,23 @@ from torch import Tensor
 
 from selftpt.errors import told_in_one_line
 from selftpt.files import write_tensors
+from tools.embedded_model.above import LAND
 from tools.embedded_model.choose import choose
 from tools.embedded_model.export import CONFIG, DIMENSIONS, small, write_model
-from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, read_looks, see, trunk
+from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, read_looks, see, see_land, trunk
 from tools.embedded_model.sentences import Sentences
 from tools.embedded_model.student import CONE, REACH, Lesson, Training, in_cone, plural, token_vectors, train
-from tools.embedded_model.teacher import Kernel, Nouns, Space, by_looks, right
+from tools.embedded_model.teacher import Kernel, Nouns, Space, by_drawings, by_looks, right
 from tools.embedded_model.wordnet import WordNet
 
-TRAINING = Training(steps=6500)
+TRAINING = Training(steps=6000)
 SIDES = 32, 64  # what small pictures have in common is no part of a class's direction
 ADJECTIVES = Kernel(name=0.3, gloss=0.7, place=0.0)
+VIEWS = ["a satellite photo", "a centered satellite photo", "a satellite image", "an aerial photo", "an aerial view"]
+FROM_ABOVE = [
+    *(f"{view} of {article}{{}}." for view in (*VIEWS, "a bird's-eye view") for article in ("", "a ", "the ")),
+    *("{} from above", "{} seen from the air", "{} from space"),
+]
 
 
 def main() -> None:
@@ -67,7 +73,9 @@ def main() -> None:
     space = plain.blind_to(torch.cat([*tiny.values()]).mean(0) - features[of_known].mean(0))
     tokenizer = SimpleTokenizer(context_length=CONFIG["text_cfg"]["context_length"])
     taught = nouns.teach(space.prototypes, known, Kernel())
-    learned = lessons(nouns, taught, wordnet.adjectives(), sentences, tokenizer, space, known)
+    drawn, kinds = see_land(options.work)
+    land = by_drawings(space.see(drawn), kinds)
+    learned = lessons(nouns, taught, land, wordnet.adjectives(), sentences, tokenizer, space, known)
     clip = build(network, space, token_vectors(sentences, tokenizer, CONFIG["text_cfg"]["width"]))
     name = "held-out" if options.hold_out else "selftpt-tiny"
     log = options.work / f"{name}.jsonl"
@@ -88,6 +96,7 @@ def main() -> None:
         "kernel": asdict(Kernel()),
         "kernel_of_adjectives": {"name": ADJECTIVES.name, "gloss": ADJECTIVES.gloss},
         "looks": len(nouns.looks),
+        "land": len(kinds),
         "lessons": [{"texts": len(lesson.texts), "a_step": lesson.each} for lesson in learned],
         "scale": scale,
         "of_pictures_by_prototypes": right(space.see(features[of_known]), space.prototypes[known], where),
@@ -124,6 +133,7 @@ def best_scale(cosines: Tensor, labels: Tensor) -> float:
 def lessons(
     nouns: Nouns,
     taught: tuple[Tensor, Tensor],
+    land: Tensor,
     adjectives: dict[str, str],
     sentences: Sentences,
     tokenizer: SimpleTokenizer,
@@ -131,7 +141,8 @@ def lessons(
     known: Tensor,
 ) -> list[Lesson]:
     """The classes by their own directions; WordNet's nouns, other words, nouns with their kinds, and definitions by the
-    teacher's: `taught`, of nouns and of their senses.
+    teacher's: `taught`, of nouns and of their senses; words for land by both the teacher's and that of its kind, seen
+    from above: `land` [kinds, D]; and sentences that say "from above", by the latter alone.
 
     Common words, those which the vocabulary has as one token, are learned more often. Of senses with the same text the
     first is learned.
@@ -149,12 +160,24 @@ def lessons(
     by_gloss = nouns.teach_words(sentences([*adjectives]), sentences([*adjectives.values()]), *given, ADJECTIVES)
     by_gloss += by_looks([*adjectives], nouns.looks, *given)
 
-    def lesson(texts: Sequence[str], directions: Tensor, each: int, plurals: Sequence[str] = ()) -> Lesson:
-        return Lesson(texts, directions / directions.norm(dim=-1, keepdim=True).clamp(min=1), each, plurals)
+    def lesson(
+        texts: Sequence[str], directions: Tensor, each: int, plurals: Sequence[str] = (), company: bool = True
+    ) -> Lesson:
+        return Lesson(texts, directions / directions.norm(dim=-1, keepdim=True).clamp(min=1), each, plurals, company)
 
     names = [*nouns.names[len(NAMES) :], *others, *adjectives]
     plurals = [*map(plural, nouns.names[len(NAMES) :]), *others, *adjectives]
     directions = torch.cat([by_noun[len(NAMES) :], by_name, by_gloss])
+    place = {name.lower(): i for i, name in enumerate(names)}
+    above = {word: kind for kind, (_, words) in enumerate(LAND.values()) for word in words}
+    words = [word for word in above if word not in {name.lower() for name in NAMES}]
+    by_word = nouns.teach_words(sentences(words), None, *given, Kernel())
+    ground = torch.stack([directions[place[w]] if w in place else by_word[i] for i, w in enumerate(words)])
+    of_land = (F.normalize(ground, dim=-1) + land[[above[word] for word in words]]) / 2
+    for word, direction in zip(words, of_land, strict=True):
+        if word in place:
+            directions[place[word]] = direction
+    viewed = [(view.format(word), land[kind]) for word, kind in above.items() for view in FROM_ABOVE]
     often, seldom = ([i for i, name in enumerate(names) if common(name) == wanted] for wanted in (True, False))
     typed, defined = {}, {}
     for i, (noun, meaning) in reversed([*enumerate(zip(nouns.noun.tolist(), nouns.meaning.tolist(), strict=True))]):
@@ -172,8 +195,10 @@ def lessons(
             lesson([names[i] for i in some], directions[some], each, [plurals[i] for i in some])
             for some, each in ((often, 208), (seldom, 112))
         ),
-        lesson([*typed], by_sense[[*typed.values()]], 16, [*typed]),
+        lesson([*typed], by_sense[[*typed.values()]], 16, [*typed], company=False),
         lesson([*defined], by_sense[[*defined.values()]], 16),
+        lesson(words, of_land, 16, [*map(plural, words)]),
+        lesson([text for text, _ in viewed], torch.stack([direction for _, direction in viewed]), 8),
     ]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from selftpt.images import Preprocess, in_threads, open_picture, pictures_in
+from tools.embedded_model import above
 
 HOME = Path(__file__).resolve().parents[2]
 TRUNK = "tf_efficientnet_lite0"
@@ -26,6 +27,7 @@ PREPROCESS = {"size": 224, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation":
 NAMES: Sequence[str] = IMAGENET_CLASSNAMES
 WNIDS: Sequence[str] = files("timm.data").joinpath("_info/imagenet_synsets.txt").read_text().split()
 Looks = Mapping[str, Sequence[int]]
+T = TypeVar("T")
 UNSEEN = sorted(random.Random(0).sample(range(len(NAMES)), 200))  # the classes of the held-out model's exam
 
 
@@ -48,22 +50,33 @@ def see(pictures: Path, work: Path, side: int | None = None) -> tuple[Tensor, Te
     """
     paths = [(path, label) for label, wnid in enumerate(WNIDS) for path in pictures_in(pictures / wnid)]
     digest = hashlib.sha256("\0".join(str(path.resolve()) for path, _ in paths).encode()).hexdigest()[:16]
-    kept = work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors"
+
+    def show(path: Path) -> Image.Image:
+        picture = open_picture(path)
+        return ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture
+
+    return _look(paths, show, work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors")
+
+
+def see_land(work: Path, each: int = 60) -> tuple[Tensor, Tensor]:
+    """What the tower sees of drawings of land, so many of each kind: features [n, 1280], kinds [n]."""
+    digest = hashlib.sha256(Path(above.__file__).read_bytes()).hexdigest()[:16]
+    scenes = [((kind, number), label) for label, kind in enumerate(above.LAND) for number in range(each)]
+    return _look(scenes, lambda scene: above.draw(*scene), work / f"land-{digest}-{each}.safetensors")
+
+
+def _look(items: Sequence[tuple[T, int]], show: Callable[[T], Image.Image], kept: Path) -> tuple[Tensor, Tensor]:
+    """What the tower sees of labelled things, each of which is shown as a picture: features [n, 1280], labels [n]."""
     if kept.is_file():
         return (saved := load_file(kept))["features"], saved["labels"]
     preprocess, network, features, batch = Preprocess.of(PREPROCESS), trunk(), [], 32
-
-    def show(item: tuple[Path, int]) -> Tensor:
-        picture = open_picture(item[0])
-        return preprocess(ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture)
-
-    shown = in_threads(show, paths, ahead=2 * batch)
+    shown = in_threads(lambda item: preprocess(show(item[0])), items, ahead=2 * batch)
     with torch.inference_mode():
-        for _ in track(range(0, len(paths), batch), f"{len(paths)} pictures"):
+        for _ in track(range(0, len(items), batch), f"{len(items)} pictures"):
             pixels = torch.stack(list(itertools.islice(shown, batch)))
             seen = network.forward_features(preprocess.normalize(pixels).to(memory_format=torch.channels_last))
             features.append(network.forward_head(seen, pre_logits=True))
-    saved = {"features": torch.cat(features), "labels": torch.tensor([label for _, label in paths])}
+    saved = {"features": torch.cat(features), "labels": torch.tensor([label for _, label in items])}
     save_file(saved, kept)
     return saved["features"], saved["labels"]
 

@@ -31,8 +31,8 @@ TEMPLATES = [
     "a photo of \0.",
 ]
 USUAL = "a photo of a \0."
-# What stands between two names, and how much the second counts: of "barn cat" twice as much, of "cat in a barn" half.
-# The first kind is drawn four times as often as any other: most names of several words are of it.
+# What stands between two names, and how much the second counts beside the first: in "barn cat" twice as much, in "cat
+# in a barn" half. The first kind is drawn four times as often as any other: most names of several words are of it.
 LINKS = [
     *4 * [("", 2.0)],
     ("or", 1.0),
@@ -66,13 +66,14 @@ class Lesson:
     """Texts with the directions they should have [n, D], each as long as the teacher is sure of it, 1 at most.
 
     each: how many are learned in a step. plurals: of names, or the same again; without them the texts are sentences,
-    which go into no template.
+    which go into no template. company: whether other names of the lesson may stand beside one.
     """
 
     texts: Sequence[str]
     targets: Tensor
     each: int
     plurals: Sequence[str] = ()
+    company: bool = True
 
 
 def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float = 0.02) -> Tensor:
@@ -117,38 +118,53 @@ def plural(name: str) -> str:
     return f"{name[:-1]}ies" if name.endswith("y") and name[-2:-1] not in "aeiou" else f"{name}s"
 
 
+class Writer:
+    """Writes texts of lessons as they stand in sentences, in tokens; `used` are all that it may use."""
+
+    def __init__(self, tokenizer: Any, lessons: Sequence[Lesson], config: Training, longest: int) -> None:
+        self.rng, self.config, self.room = random.Random(0), config, longest - 2
+        forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
+        self.texts: dict[str, list[int]] = {text: tokenizer.encode(text) for text in sorted(forms)}
+        self.frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
+        self.links = {link: tokenizer.encode(link) for link, _ in LINKS}
+        self.ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
+        rest = chain(self.texts.values(), self.links.values(), *self.frames.values())
+        self.used = sorted({*self.ends, *chain.from_iterable(rest)})
+
+    def write(self, lesson: Lesson, i: int) -> tuple[list[int], Tensor]:
+        """A text of a lesson, with both ends, and where it should land."""
+        first, last = self.ends
+        if not lesson.plurals:
+            return [first, *self.texts[lesson.texts[i]][: self.room], last], lesson.targets[i]
+        rng, config = self.rng, self.config
+        frame = self.frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
+        room = self.room - sum(map(len, frame))
+        many = rng.random() < config.plural
+        names: list[int] = [i]
+        joined: list[tuple[str, float]] = []
+        while lesson.company and rng.random() < config.beside:
+            more, links = [*names, rng.randrange(len(lesson.texts))], [*joined, rng.choice(LINKS)]
+            if len(self._together(lesson, more, links, many)) <= room:
+                names, joined = more, links
+        shares = torch.tensor([1.0, *(share for _, share in joined)])
+        name = self._together(lesson, names, joined, many)[:room]
+        return [first, *frame[0], *name, *frame[1], last], shares @ lesson.targets[names] / shares.sum()
+
+    def _together(self, lesson: Lesson, names: list[int], joined: list[tuple[str, float]], many: bool) -> list[int]:
+        """Tokens of names and of what joins them. None is in the plural after "a", nor right before another."""
+        tokens = []
+        for at, name in enumerate(names):
+            before = joined[at - 1][0] if at else ""
+            one = not many or (at < len(joined) and not joined[at][0]) or before.endswith("a")
+            tokens += [*self.links[before], *self.texts[(lesson.texts if one else lesson.plurals)[name]]]
+        return tokens
+
+
 def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:
     """Train the text tower of `clip` in place, and write a log. Tokens that no text has stay as they are."""
-    rng, longest = random.Random(0), clip.context_length
-    forms = {form for lesson in lessons for form in (*lesson.texts, *lesson.plurals)}
-    texts: dict[str, list[int]] = {text: tokenizer.encode(text) for text in sorted(forms)}
-    frames = {t: [tokenizer.encode(part) for part in t.split("\0")] for t in (*TEMPLATES, USUAL)}
-    links = {link: tokenizer.encode(link) for link, _ in LINKS}
-    ends = [tokenizer.sot_token_id, tokenizer.eot_token_id]
-    used = sorted({*ends, *chain.from_iterable([*texts.values(), *links.values(), *chain(*frames.values())])})
-    row = {token: i for i, token in enumerate(used)}
-    table = torch.nn.Parameter(clip.token_embedding.weight[used].detach().clone())
-
-    def write(lesson: Lesson, i: int) -> tuple[list[int], Tensor]:
-        """A text as it stands in a sentence, in rows of the table, and where it should land."""
-
-        def form(of: int) -> list[int]:
-            return texts[(lesson.plurals if rng.random() < config.plural else lesson.texts)[of]]
-
-        frame, name, target = frames["\0"], texts[lesson.texts[i]], lesson.targets[i]
-        room = longest - 2
-        if lesson.plurals:
-            frame = frames[USUAL if rng.random() < config.usual else rng.choice(TEMPLATES)]
-            room -= sum(map(len, frame))
-            name = form(i)
-        while lesson.plurals and rng.random() < config.beside:
-            (link, share), other = rng.choice(LINKS), rng.randrange(len(lesson.texts))
-            both = [*name, *links[link], *form(other)]
-            if len(both) <= room:
-                name, target = both, (target + share * lesson.targets[other]) / (1 + share)
-        tokens = [ends[0], *frame[0], *name[:room], *frame[1], ends[1]]
-        return [row[token] for token in tokens], target
-
+    writer = Writer(tokenizer, lessons, config, clip.context_length)
+    row = {token: i for i, token in enumerate(writer.used)}
+    table = torch.nn.Parameter(clip.token_embedding.weight[writer.used].detach().clone())
     rest = [p for name, p in clip.named_parameters() if not name.startswith(("visual", "token_", "logit_"))]
     groups = [
         {"params": [p for p in rest if p.ndim > 1], "lr": config.lr, "weight_decay": config.weight_decay},
@@ -159,11 +175,11 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
     curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config))
     log = log_file.open("w")
     begin = time.monotonic()
-    draws = [_rounds(len(lesson.texts), lesson.each, rng) for lesson in lessons]
+    draws = [_rounds(len(lesson.texts), lesson.each, writer.rng) for lesson in lessons]
     for step in track(range(config.steps), "training"):
         drawn = [(lesson, next(draw)) for lesson, draw in zip(lessons, draws, strict=True)]
-        rows, targets = zip(*(write(lesson, i) for lesson, some in drawn for i in some), strict=True)
-        aims = torch.stack(targets)
+        written, targets = zip(*(writer.write(lesson, i) for lesson, some in drawn for i in some), strict=True)
+        rows, aims = [[row[token] for token in tokens] for tokens in written], torch.stack(targets)
         wanted, sure = in_cone(aims), aims.norm(dim=-1)
         order = torch.tensor(sorted(range(len(rows)), key=lambda i: len(rows[i])))
         parts = ([rows[i] for i in some] for some in order.chunk(config.groups))
@@ -192,7 +208,7 @@ def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training
             log.write(json.dumps(line) + "\n")
             log.flush()
     with torch.no_grad():
-        clip.token_embedding.weight[used] = table
+        clip.token_embedding.weight[writer.used] = table
 
 
 def _rate(step: int, config: Training) -> float:

@@ -199,6 +199,18 @@ def by_looks(names: Sequence[str], looks: Looks, prototypes: Tensor, known: Tens
     return directions
 
 
+def by_drawings(pictures: Tensor, kinds: Tensor, ridge: float = 1.0) -> Tensor:
+    """Unit directions [K, D] that tell kinds of drawings apart: pictures [n, D], kinds [n] from 0 to K - 1.
+
+    Linear discriminants: what all kinds have in common is no part of them, and what differs within kinds counts less.
+    """
+    count = torch.bincount(kinds)[:, None]
+    means = torch.zeros(len(count), pictures.shape[1]).index_add(0, kinds, pictures) / count
+    within = (pictures - means[kinds]).t().cov()
+    within += ridge * within.diagonal().mean() * torch.eye(len(within))
+    return F.normalize(torch.linalg.solve(within, (means - means.mean(0)).t()).t(), dim=-1)
+
+
 def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
     """The share of pictures [n, D] that are nearest to the vector [C, D] of their own class [n]."""
     return ((pictures @ vectors.t()).argmax(1) == labels).float().mean().item()
