@@ -19,7 +19,7 @@ from torch import Tensor
 from selftpt.errors import told_in_one_line
 from tools.embedded_model import __main__ as recipe
 from tools.embedded_model import above, student, teacher
-from tools.embedded_model.export import small
+from tools.embedded_model.export import rescaled, small
 from tools.embedded_model.ingredients import HOME, NAMES, read_looks
 from tools.embedded_model.student import Lesson, Training, train, walk
 from tools.embedded_model.teacher import Nouns, Space
@@ -422,6 +422,21 @@ def test_the_small_form_is_near_the_large_one() -> None:
     for name, bound in {"token_embedding.weight": 0.04, "w": 1e-3, "b": 0.0}.items():
         error = (found[name].float() - state[name]).norm() / state[name].norm()
         assert error <= bound, name
+
+
+def test_a_rescaled_tower_says_the_same_and_minds_its_prompt_more(clip: CLIP) -> None:
+    tokenizer = open_clip.SimpleTokenizer(context_length=12)
+    tokens, moved = tokenizer(["a photo of a cat.", "a tram"]), []
+    clip.load_state_dict(rescaled(clip.state_dict(), 4.0))  # long enough for the normalisation's epsilon to be nothing
+    for length in (4.0, 2.0):
+        clip.load_state_dict(rescaled(clip.state_dict(), length))
+        assert clip.token_embedding.weight.norm(dim=-1).median().item() == pytest.approx(length)
+        features = clip.encode_text(tokens, normalize=True)
+        features[0, 0].backward()
+        moved.append((features.detach(), clip.token_embedding.weight.grad))
+        clip.token_embedding.weight.grad = None
+    torch.testing.assert_close(moved[1][0], moved[0][0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(moved[1][1], 2 * moved[0][1], atol=1e-5, rtol=1e-3)
 
 
 def test_texts_share_a_direction_and_vague_ones_reach_farther() -> None:

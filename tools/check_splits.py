@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selftpt.datasets import DATASETS, half
 from selftpt.datasets.splits import read_rows, to_sources
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, told_in_one_line
 
 BASE_AND_NEW = {  # test pictures of the first and the second half of the classes
     "caltech101": (1549, 916),
@@ -52,15 +52,11 @@ def main() -> int:
     data = parser.parse_args().data
     files = split_files(data)
     if not files:
-        print(f"no split file below {data}", file=sys.stderr)
-        return 1
-    try:
-        same = [check(name, file) for name, file in files.items()]
-    except SelfTPTError as error:
-        print(error, file=sys.stderr)
-        return 1
+        raise SelfTPTError(f"there is no split file below {data}: name the folder that the datasets lie in by --data")
+    same = [check(name, file) for name, file in files.items()]
     return 0 if all(same) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told_in_one_line():
+        sys.exit(main())

@@ -15,6 +15,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import open_clip
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +27,7 @@ from selftpt.errors import told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.learning import learn_from_features
 from selftpt.tokens import class_tokens
+from tools.embedded_model.export import rescaled, write_model
 from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, see
 
 DEFAULT = LearnConfig(epochs=20, crops=1, shots=None)  # three pictures a class: 300 steps
@@ -54,9 +56,15 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, nargs=2, required=True, help="ImageNet, a folder a class by its wnid")
     parser.add_argument("--work", type=Path, default=HOME / "build" / "embedded-model", help="has the held-out model")
     parser.add_argument("--size", type=int, default=40, help="classes in a list")
+    parser.add_argument("--length", type=float, help="of token vectors, instead of the tower's own")
     parser.add_argument("--stage-1", nargs="*", default=[*STAGE_1], choices=[*STAGE_1])
     options = parser.parse_args()
-    model = load_model(str(options.work / "held-out"), device="cpu")
+    folder = options.work / "held-out"
+    if options.length:
+        clip = open_clip.create_model(f"local-dir:{folder}")
+        clip.load_state_dict(rescaled(clip.state_dict(), options.length))
+        write_model(clip, folder := folder.with_name(f"held-out-{options.length}"))
+    model = load_model(str(folder), device="cpu")
     saw = [see(folder, options.work) for folder in options.pictures]
     with torch.inference_mode():
         seen = [F.normalize(model.image.encode.head(features), dim=-1) for features, _ in saw]

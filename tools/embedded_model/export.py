@@ -26,6 +26,22 @@ CONFIG: dict[str, Any] = {
 DIMENSIONS = CONFIG["embed_dim"] - 1  # of the pictures' space: one more is the texts' cone
 
 
+def rescaled(state: dict[str, torch.Tensor], length: float) -> dict[str, torch.Tensor]:
+    """The same text tower with token vectors of this median length, and all that is added to them in proportion.
+
+    Layer normalisation undoes the scale, so features stay (but for its epsilon). What changes is how far a prompt moves
+    at a given learning rate: by the inverse square.
+    """
+    factor = length / state["token_embedding.weight"].norm(dim=-1).median()
+    added = ("token_embedding.weight", "positional_embedding")
+    of_blocks = ("attn.out_proj.weight", "attn.out_proj.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
+
+    def scaled(name: str) -> bool:
+        return name in added or (name.startswith("transformer.resblocks.") and name.endswith(of_blocks))
+
+    return {name: factor * tensor if scaled(name) else tensor for name, tensor in state.items()}
+
+
 def small(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict in fewer bytes, which open_clip loads as it is: torch widens as it copies."""
 

@@ -55,17 +55,17 @@ def see(pictures: Path, work: Path, side: int | None = None) -> tuple[Tensor, Te
         picture = open_picture(path)
         return ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture
 
-    return _look(paths, show, work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors")
+    return look(paths, show, work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors")
 
 
 def see_land(work: Path, each: int = 60) -> tuple[Tensor, Tensor]:
     """What the tower sees of drawings of land, so many of each kind: features [n, 1280], kinds [n]."""
     digest = hashlib.sha256(Path(above.__file__).read_bytes()).hexdigest()[:16]
     scenes = [((kind, number), label) for label, kind in enumerate(above.LAND) for number in range(each)]
-    return _look(scenes, lambda scene: above.draw(*scene), work / f"land-{digest}-{each}.safetensors")
+    return look(scenes, lambda scene: above.draw(*scene), work / f"land-{digest}-{each}.safetensors")
 
 
-def _look(items: Sequence[tuple[T, int]], show: Callable[[T], Image.Image], kept: Path) -> tuple[Tensor, Tensor]:
+def look(items: Sequence[tuple[T, int]], show: Callable[[T], Image.Image], kept: Path) -> tuple[Tensor, Tensor]:
     """What the tower sees of labelled things, each of which is shown as a picture: features [n, 1280], labels [n]."""
     if kept.is_file():
         return (saved := load_file(kept))["features"], saved["labels"]
