@@ -666,7 +666,7 @@ def test_the_list_without_data(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_the_check_of_split_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equal counts are exit code 0, others 1; a whole split file comes before a trimmed one."""
+    """Equal counts are exit code 0, others 1, no split files 2; a whole split file comes before a trimmed one."""
     root = make_tree(tmp_path, "food101")
     (root / "full").mkdir()
     shutil.move(root / "split_zhou_Food101.json", root / "full")
@@ -678,3 +678,8 @@ def test_the_check_of_split_files(
             runpy.run_path(script, run_name="__main__")
         assert stop.value.code == code
         assert "base and new classes: (3, 3)" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["check_splits.py", "--data", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(script, run_name="__main__")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: there is no split file below")

@@ -30,12 +30,15 @@ from tools.embedded_model.student import CONE, REACH, Lesson, Training, in_cone,
 from tools.embedded_model.teacher import Kernel, Nouns, Space, by_drawings, by_looks, right
 from tools.embedded_model.wordnet import WordNet
 
-TRAINING = Training(steps=6000)
+TRAINING = Training(steps=6500)
 SIDES = 32, 64  # what small pictures have in common is no part of a class's direction
 ADJECTIVES = Kernel(name=0.3, gloss=0.7, place=0.0)
-VIEWS = ["a satellite photo", "a centered satellite photo", "a satellite image", "an aerial photo", "an aerial view"]
 FROM_ABOVE = [
-    *(f"{view} of {article}{{}}." for view in (*VIEWS, "a bird's-eye view") for article in ("", "a ", "the ")),
+    *(
+        f"{view} of {article}{{}}."
+        for view in ("a satellite photo", "a satellite image", "an aerial photo", "an aerial view", "a bird's-eye view")
+        for article in ("", "a ", "the ")
+    ),
     *("{} from above", "{} seen from the air", "{} from space"),
 ]
 
@@ -142,7 +145,7 @@ def lessons(
 ) -> list[Lesson]:
     """The classes by their own directions; WordNet's nouns, other words, nouns with their kinds, and definitions by the
     teacher's: `taught`, of nouns and of their senses; words for land by both the teacher's and that of its kind, seen
-    from above: `land` [kinds, D]; and sentences that say "from above", by the latter alone.
+    from above: `land` [kinds, D], half and half; and sentences that say "from above", by the latter alone, as surely.
 
     Common words, those which the vocabulary has as one token, are learned more often. Of senses with the same text the
     first is learned.
@@ -170,14 +173,14 @@ def lessons(
     directions = torch.cat([by_noun[len(NAMES) :], by_name, by_gloss])
     place = {name.lower(): i for i, name in enumerate(names)}
     above = {word: kind for kind, (_, words) in enumerate(LAND.values()) for word in words}
-    words = [word for word in above if word not in {name.lower() for name in NAMES}]
+    words = sorted(above.keys() - {name.lower() for name in NAMES})
     by_word = nouns.teach_words(sentences(words), None, *given, Kernel())
     ground = torch.stack([directions[place[w]] if w in place else by_word[i] for i, w in enumerate(words)])
     of_land = (F.normalize(ground, dim=-1) + land[[above[word] for word in words]]) / 2
     for word, direction in zip(words, of_land, strict=True):
         if word in place:
             directions[place[word]] = direction
-    viewed = [(view.format(word), land[kind]) for word, kind in above.items() for view in FROM_ABOVE]
+    viewed = [(view.format(word), land[kind] / 2**0.5) for word, kind in above.items() for view in FROM_ABOVE]
     often, seldom = ([i for i, name in enumerate(names) if common(name) == wanted] for wanted in (True, False))
     typed, defined = {}, {}
     for i, (noun, meaning) in reversed([*enumerate(zip(nouns.noun.tolist(), nouns.meaning.tolist(), strict=True))]):

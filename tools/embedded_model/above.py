@@ -55,14 +55,15 @@ class Land:
         return np.clip(np.array(colours[int(self.rng.integers(len(colours)))]) + self.rng.normal(0, 0.025, 3), 0, 1)
 
     def lumps(self, size: float, octaves: int = 4) -> Array:
-        """Smooth noise [SIDE, SIDE] of deviation 1, its largest lumps of this size, each octave half of that."""
+        """Smooth noise [SIDE, SIDE], mean 0 and deviation 1: lumps of this size, and of half of that in each octave."""
         total: Array = np.zeros((SIDE, SIDE))
         for octave in range(octaves):
-            cells = int(np.clip(self.metres / size * 2**octave, 1, SIDE // 2)) + 3
-            grid = Image.fromarray(self.rng.normal(size=(cells, cells)).astype(np.float32))
-            total += np.asarray(grid.resize((SIDE, SIDE), Image.Resampling.BICUBIC)) * 0.6**octave
-        total /= total.std()
-        return total
+            cells = min(self.metres / size * 2**octave, SIDE / 2)
+            grid = Image.fromarray(self.rng.normal(size=[int(cells) + 4] * 2).astype(np.float32))
+            part = (1, 1, 1 + cells, 1 + cells)
+            total += np.asarray(grid.resize((SIDE, SIDE), Image.Resampling.BICUBIC, part)) * 0.6**octave
+        total -= total.mean()
+        return total / (total.std() or 1.0)
 
     def turned(self, angle: float | None = None) -> tuple[Array, Array]:
         """Coordinates along and across a direction, a random one unless it is given."""
@@ -116,14 +117,15 @@ class Land:
         filled: float,
         share: tuple[float, float],
         angle: float | None = None,
+        where: Mask | None = None,
     ) -> None:
         """Buildings in a grid, each with its shadow: `share` of a cell's length and width."""
         u, v, number = self.cells(length, width, angle=angle)
         tall, wide = self.each(*share)[number] / 2, self.each(*share)[number] / 2
         du, dv = u - self.each(-0.1, 0.1)[number], v - self.each(-0.1, 0.1)[number]
-        there = self.each(0, 1)[number] < filled
-        shadow = 2.5 / length
-        self.paint(0.35 * self.pixels, there & (abs(du - shadow) < tall) & (abs(dv - shadow) < wide))
+        there = (self.each(0, 1)[number] < filled) & (True if where is None else where)
+        shadow = there & (abs(du - 2.5 / length) < tall) & (abs(dv - 2.5 / width) < wide)
+        self.paint(0.35 * self.pixels, shadow)
         self.paint(self.colours(colours)[number], there & (abs(du) < tall) & (abs(dv) < wide))
 
     def trees(
@@ -133,7 +135,7 @@ class Land:
         u, v, number = self.cells(apart, apart, jitter)
         size = self.each(0.3, 0.5)[number]
         crown = (u**2 + v**2 < size**2) & (self.each(0, 1)[number] < filled)
-        light = (1 + 0.5 * (u + v) / size)[..., None]
+        light = (1 - 0.5 * (u + v) / size)[..., None]
         self.paint(np.clip(self.colours(colours)[number] * light, 0, 1), crown if where is None else crown & where)
 
     def streets(self, length: float, width: float, wide: float, angle: float | None = None) -> None:
@@ -169,7 +171,7 @@ class Land:
                 self.ground(DRY, size, 0.1)
             case _:
                 self.ground(GRASS, size, 0.06)
-                self.trees(LEAVES, 12, 1, 0.1, self.lumps(size) > 0.2)
+                self.trees(LEAVES, 9, 0.95, 0.3, self.lumps(size) > 0.2)
 
 
 def forest(land: Land) -> None:
@@ -272,9 +274,10 @@ def small_road(land: Land) -> None:
 
 def railway(land: Land) -> None:
     land.countryside()
-    _, off = land.band(width := land.rng.uniform(10, 40), 0.3)
+    tracks = land.rng.integers(2, 7)
+    _, off = land.band(tracks * max(5.0, land.metres / 80), 0.3)
     land.paint(land.one(((0.45, 0.40, 0.37), (0.38, 0.35, 0.34))), abs(off) < 1)
-    land.paint(land.one(((0.25, 0.23, 0.23),)), (abs(off) < 1) & (abs((off * width / 2) % 4 - 2) < 0.7))
+    land.paint(land.one(((0.25, 0.23, 0.23),)), (abs(off) < 1) & (abs((off + 1) * tracks / 2 % 1 - 0.5) < 0.2))
 
 
 def residential(land: Land) -> None:
@@ -306,9 +309,10 @@ def industrial(land: Land) -> None:
 
 def car_park(land: Land) -> None:
     land.paint(land.one(TARMAC))
-    u, v, number = land.cells(3, 15)
-    land.paint(land.one(HALLS[3:4]), abs(u) > 0.45)
-    cars = (abs(u) < 0.3) & (abs(abs(v) - 0.25) < 0.15) & (land.each(0, 1)[number] < 0.8)
+    bay = max(3.0, land.metres / 60)
+    u, v, number = land.cells(bay, 5 * bay)
+    land.paint(land.one(HALLS[3:4]), (abs(u) > 0.42) & (abs(v) < 0.4))
+    cars = (abs(u) < 0.3) & (abs(abs(v) - 0.2) < 0.15) & (land.each(0, 1)[number] < 0.8)
     land.paint(land.colours((*HALLS, *TILES, (0.1, 0.1, 0.1), (0.6, 0.1, 0.1)))[number], cars)
 
 
@@ -324,12 +328,15 @@ def airport(land: Land) -> None:
 
 def harbour(land: Land) -> None:
     land.paint(land.one(DEEP) * (1 + 0.03 * land.lumps(60)[..., None]))
-    along, off = land.band(land.metres, 0.0)
-    pier = (off > -0.2) | (abs(along / 60 % 1 - 0.5) < 0.06) & (off > -0.9)
-    u, v, number = land.cells(8, 16)
-    boats = (abs(u) < 0.25) & (abs(v) < 0.38) & (land.each(0, 1)[number] < 0.6) & (off > -0.85)
+    angle, berth = land.rng.uniform(0, np.pi), max(8.0, land.metres / 60)
+    along, across = land.turned(angle)
+    shore = land.rng.uniform(0, 0.3) * land.metres
+    u, v, number = land.cells(berth, 1.6 * berth, angle=angle)
+    boats = (abs(u) < 0.3) & (abs(v) < 0.36) & (land.each(0, 1)[number] < 0.6) & (across > shore - 0.4 * land.metres)
     land.paint(land.one(HALLS[3:4]), boats)
-    land.paint(land.one(TARMAC), pier)
+    piers = (abs(along / (6 * berth) % 1 - 0.5) < 0.07) & (across > shore - 0.42 * land.metres)
+    land.paint(land.one(TARMAC), piers | (across > shore))
+    land.roofs(HALLS, 60, 40, 0.7, (0.4, 0.8), angle, across > shore + 15)
 
 
 def sand(land: Land) -> None:
@@ -365,9 +372,11 @@ def golf(land: Land) -> None:
 
 def solar(land: Land) -> None:
     land.ground((*GRASS, *DRY), 100, 0.05)
-    _, v, _ = land.cells(400, land.rng.uniform(6, 10))
-    u, w, _ = land.cells(150, 150)
-    land.paint(land.one(((0.12, 0.15, 0.28), (0.16, 0.18, 0.26))), (abs(v) < 0.3) & (abs(u) < 0.46) & (abs(w) < 0.46))
+    angle = land.rng.uniform(0, np.pi)
+    _, row, _ = land.cells(1, max(land.rng.uniform(6, 10), land.metres / 50), angle=angle)
+    u, v, _ = land.cells(150, 150, angle=angle)
+    panels = (abs(row) < 0.3) & (abs(u) < 0.46) & (abs(v) < 0.46)
+    land.paint(land.one(((0.12, 0.15, 0.28), (0.16, 0.18, 0.26))), panels)
 
 
 def quarry(land: Land) -> None:
@@ -384,9 +393,10 @@ def greenhouses(land: Land) -> None:
 def sports_field(land: Land) -> None:
     land.ground((*GRASS, *TARMAC), 80, 0.05)
     along, across = land.turned()
-    far = np.maximum(abs(along) / (land.metres / 5) - 0.8, 0) + abs(across) / (land.metres / 5)
-    land.paint(land.one(((0.66, 0.33, 0.25), TARMAC[1])), far < 1.1)
-    land.paint(land.one(GRASS) * (1 + 0.08 * np.sign(np.sin(along * 40 / land.metres)))[..., None], far < 0.85)
+    wide = max(45.0, land.metres / 10)
+    far = np.hypot(np.maximum(abs(along) - wide, 0), across) / wide
+    land.paint(land.one(((0.66, 0.33, 0.25), TARMAC[1])), far < 1)
+    land.paint(land.one(GRASS) * (1 + 0.08 * np.sign(np.sin(along / wide * 10)))[..., None], far < 0.8)
 
 
 def bridge(land: Land) -> None:
@@ -411,62 +421,43 @@ def crossing(land: Land) -> None:
 
 Draw = Callable[[Land], None]
 
-# What is drawn, and words for it: those of legends of land-cover maps, and those that people use.
+# What is drawn, and words for it: terms of the legend of CORINE, Europe's land-cover map, and what people say.
 LAND: dict[str, tuple[Draw, Sequence[str]]] = {
     kind: (draws, words.split(", "))
     for kind, draws, words in (
-        ("forest", forest, "forest, woodland, woods, rainforest, broadleaf forest, conifer forest, tree cover"),
-        (
-            "annual crops",
-            annual_crops,
-            "annual crop, arable land, cropland, crop field, farmland, wheat field, corn field, ploughed field, crop, "
-            "field, agricultural land",
-        ),
-        (
-            "permanent crops",
-            permanent_crops,
-            "permanent crop, orchard, vineyard, olive grove, fruit plantation, plantation, grove",
-        ),
-        ("pasture", pasture, "pasture, meadow, grassland, grazing land, grass, hayfield, paddock"),
+        ("forest", forest, "forest, broad-leaved forest, coniferous forest, mixed forest, woodland, woods, rainforest"),
+        ("annual crops", annual_crops, "arable land, annual crops, rice field, cropland, farmland, crop, wheat field"),
+        ("permanent crops", permanent_crops, "permanent crops, vineyard, olive grove, orchard, fruit plantation"),
+        ("pasture", pasture, "pasture, natural grassland, meadow, grazing land, grass, paddock"),
         (
             "scrub",
             scrub,
-            "herbaceous vegetation, shrubland, scrub, heath, steppe, savanna, moorland, chaparral, tundra, "
-            "natural vegetation",
+            "scrub, herbaceous vegetation, moors and heathland, heath, shrubland, steppe, savanna, chaparral, tundra",
         ),
-        ("river", river, "river, stream, watercourse, creek, canal, waterway"),
-        ("open water", open_water, "sea, ocean, open water, water, water body"),
-        ("lake", lake, "lake, pond, reservoir"),
-        ("coast", coast, "coast, shore, beach, coastline, bay"),
-        ("highway", highway, "highway, motorway, freeway, road, main road"),
+        ("river", river, "water course, river, stream, creek, canal"),
+        ("open water", open_water, "marine waters, sea and ocean, sea, ocean, water"),
+        ("lake", lake, "water body, inland waters, lake, pond, reservoir"),
+        ("coast", coast, "coastal lagoon, coast, shore, beach, coastline, bay"),
+        ("highway", highway, "road network, highway, motorway, freeway, road"),
         ("small road", small_road, "path, country road, dirt road, lane"),
-        ("railway", railway, "railway, railroad, railway line, rail track"),
-        (
-            "residential",
-            residential,
-            "residential building, residential area, houses, suburb, housing estate, village, town, neighborhood",
-        ),
-        ("city", city, "city, city centre, downtown, urban area, apartment blocks, built-up area"),
-        (
-            "industrial",
-            industrial,
-            "industrial building, industrial area, factory, warehouse, commercial area, industrial park, "
-            "power station, shopping centre",
-        ),
-        ("car park", car_park, "car park, parking lot, parking area"),
+        ("railway", railway, "rail network, railway, railroad, railway line"),
+        ("residential", residential, "discontinuous urban fabric, residential area, suburb, village, town, houses"),
+        ("city", city, "continuous urban fabric, city, city centre, downtown, built-up area"),
+        ("industrial", industrial, "industrial or commercial unit, industrial area, factory, warehouse, power station"),
+        ("car park", car_park, "car park, parking lot"),
         ("airport", airport, "airport, runway, airfield"),
-        ("harbour", harbour, "harbour, port, marina"),
-        ("sand", sand, "desert, sand dune, sand, sandy desert"),
-        ("snow", snow, "snow, glacier, ice cap, snowfield"),
-        ("rock", rock, "mountain, bare rock, barren land, rocky ground, lava field"),
-        ("marsh", marsh, "marsh, wetland, swamp, bog, salt marsh"),
-        ("golf", golf, "golf course, park, green space"),
-        ("solar", solar, "solar farm, solar panels, solar power plant"),
-        ("quarry", quarry, "quarry, open-pit mine, mineral extraction site"),
+        ("harbour", harbour, "port area, port, harbour, marina"),
+        ("sand", sand, "dune, sand, desert"),
+        ("snow", snow, "glacier, perpetual snow, snow, snowfield, ice cap"),
+        ("rock", rock, "bare rock, mountain, lava field, barren land"),
+        ("marsh", marsh, "inland marsh, salt marsh, peat bog, marsh, wetland, swamp"),
+        ("golf", golf, "sport and leisure facility, green urban area, golf course, park"),
+        ("solar", solar, "solar farm, solar panels"),
+        ("quarry", quarry, "mineral extraction site, quarry, open-pit mine"),
         ("greenhouses", greenhouses, "greenhouses, glasshouses"),
         ("sports field", sports_field, "sports field, stadium, running track, soccer field"),
         ("bridge", bridge, "bridge, overpass"),
-        ("crossing", crossing, "intersection, crossroads, roundabout, junction"),
+        ("crossing", crossing, "intersection, crossroads, roundabout"),
     )
 }
 
@@ -476,8 +467,8 @@ def draw(kind: str, number: int) -> Image.Image:
     rng = np.random.default_rng([number, *kind.encode()])
     land = Land(rng, float(np.exp(rng.uniform(np.log(250), np.log(1200)))))
     LAND[kind][0](land)
-    dark, haze = rng.uniform(0.6, 1.1), rng.uniform(0, 0.15)
-    pixels = land.pixels * dark * (1 - haze) + haze * np.array([0.45, 0.5, 0.55])
+    light, haze = rng.uniform(0.6, 1.1), rng.uniform(0, 0.15)
+    pixels = land.pixels * light * (1 - haze) + haze * np.array([0.45, 0.5, 0.55])
     pixels += rng.normal(0, 0.01, pixels.shape)
     side, by = (64, Image.Resampling.BOX) if number % 2 else (224, Image.Resampling.LANCZOS)
     return Image.fromarray((255 * np.clip(pixels, 0, 1)).astype(np.uint8)).resize((side, side), by)

@@ -4,6 +4,8 @@ By the held-out model (`--hold-out`), on lists of the classes that it has not le
 TRAIN pictures of half of a list, adapted to the names of the other half, and examined on all pictures of that, and on
 the VAL pictures of its own half. Pictures are seen once, in the middle. Each line has means over lists, and the
 mean and standard error of what is more right of the other half than CoOp has.
+
+--factor: of a tower that is rescaled (`export.rescaled`), which makes a prompt move farther.
 """
 
 from __future__ import annotations
@@ -56,14 +58,16 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, nargs=2, required=True, help="ImageNet, a folder a class by its wnid")
     parser.add_argument("--work", type=Path, default=HOME / "build" / "embedded-model", help="has the held-out model")
     parser.add_argument("--size", type=int, default=40, help="classes in a list")
-    parser.add_argument("--length", type=float, help="of token vectors, instead of the tower's own")
+    parser.add_argument(
+        "--factor", type=float, default=1.0, help="of all that runs through the text tower (a power of 2)"
+    )
     parser.add_argument("--stage-1", nargs="*", default=[*STAGE_1], choices=[*STAGE_1])
     options = parser.parse_args()
     folder = options.work / "held-out"
-    if options.length:
+    if options.factor != 1:
         clip = open_clip.create_model(f"local-dir:{folder}")
-        clip.load_state_dict(rescaled(clip.state_dict(), options.length))
-        write_model(clip, folder := folder.with_name(f"held-out-{options.length}"))
+        clip.load_state_dict(rescaled(clip.state_dict(), options.factor))
+        write_model(clip, folder := options.work / f"held-out-{options.factor:g}")
     model = load_model(str(folder), device="cpu")
     saw = [see(folder, options.work) for folder in options.pictures]
     with torch.inference_mode():

@@ -26,13 +26,12 @@ CONFIG: dict[str, Any] = {
 DIMENSIONS = CONFIG["embed_dim"] - 1  # of the pictures' space: one more is the texts' cone
 
 
-def rescaled(state: dict[str, torch.Tensor], length: float) -> dict[str, torch.Tensor]:
-    """The same text tower with token vectors of this median length, and all that is added to them in proportion.
+def rescaled(state: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    """The same text tower with all that runs through it, from the token vectors on, times a factor.
 
     Layer normalisation undoes the scale, so features stay (but for its epsilon). What changes is how far a prompt moves
-    at a given learning rate: by the inverse square.
+    at a given learning rate, in parts of its own length: by the inverse square of the factor.
     """
-    factor = length / state["token_embedding.weight"].norm(dim=-1).median()
     added = ("token_embedding.weight", "positional_embedding")
     of_blocks = ("attn.out_proj.weight", "attn.out_proj.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
 

@@ -31,10 +31,10 @@ TEMPLATES = [
     "a photo of \0.",
 ]
 USUAL = "a photo of a \0."
-# What stands between two names, and how much the second counts beside the first: in "barn cat" twice as much, in "cat
-# in a barn" half. The first kind is drawn four times as often as any other: most names of several words are of it.
+# What stands between two names, and how much what comes after it counts. Nothing stands in "barn cat", of which the
+# last name counts twice; that is drawn four times as often as any other: most names of several words are of it.
 LINKS = [
-    *4 * [("", 2.0)],
+    *4 * [("", 1.0)],
     ("or", 1.0),
     ("and", 1.0),
     *((link, 0.5) for link in ("with a", "in a", "on a", "near a", ",")),
@@ -58,7 +58,7 @@ class Training:
     weight_decay: float = 0.02
     temperature: float = 0.07  # of telling a batch's names apart
     apart: float = 0.5  # weight of that
-    groups: int = 4  # a batch is walked in groups of names of similar length
+    groups: int = 8  # a batch is walked in groups of names of similar length
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,24 @@ def token_vectors(sentences: Sentences, tokenizer: Any, width: int, size: float 
 def walk(clip: Any, table: Tensor, rows: Sequence[Sequence[int]], half: bool = False) -> Tensor:
     """Texts, as rows of the token table that end at the text's end, to unit features [n, D].
 
-    open_clip's own walk, but no further than the longest of them: what comes after an end is not looked at.
+    open_clip's own walk, but no further than the longest of them, and in the last block for the ends alone.
     half: the products of the transformer in half precision (bfloat16), which is faster on processors that have it.
     """
     length = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
+    at = torch.tensor([len(row) - 1 for row in rows])
     x = F.embedding(tokens, table) + clip.positional_embedding[:length]
+    *blocks, last = clip.transformer.resblocks
     # torch's fused attention goes back slowly in bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=half), sdpa_kernel(SDPBackend.MATH):
-        x = clip.transformer(x, attn_mask=clip.attn_mask[:length, :length])
-    x = clip.ln_final(x[torch.arange(len(x)), torch.tensor([len(row) - 1 for row in rows])])
-    return F.normalize(x @ clip.text_projection, dim=-1)
+        for block in blocks:
+            x = block(x, attn_mask=clip.attn_mask[:length, :length])
+        ends, seen = x[torch.arange(len(x)), at][:, None], last.ln_1(x)
+        after = torch.arange(length) > at[:, None]
+        query = seen[torch.arange(len(x)), at][:, None]
+        ends = ends + last.attn(query, seen, seen, key_padding_mask=after, need_weights=False)[0]
+        ends = ends + last.mlp(last.ln_2(ends))
+    return F.normalize(clip.ln_final(ends[:, 0]) @ clip.text_projection, dim=-1)
 
 
 def in_cone(targets: Tensor, reach: float = REACH) -> Tensor:
@@ -146,18 +153,33 @@ class Writer:
             more, links = [*names, rng.randrange(len(lesson.texts))], [*joined, rng.choice(LINKS)]
             if len(self._together(lesson, more, links, many)) <= room:
                 names, joined = more, links
-        shares = torch.tensor([1.0, *(share for _, share in joined)])
         name = self._together(lesson, names, joined, many)[:room]
-        return [first, *frame[0], *name, *frame[1], last], shares @ lesson.targets[names] / shares.sum()
+        shares = torch.tensor(_shares(joined))
+        return [first, *frame[0], *name, *frame[1], last], shares @ lesson.targets[names]
 
     def _together(self, lesson: Lesson, names: list[int], joined: list[tuple[str, float]], many: bool) -> list[int]:
-        """Tokens of names and of what joins them. None is in the plural after "a", nor right before another."""
+        """Tokens of names and of what joins them. None is a plural after a link's "a", nor right before another."""
         tokens = []
         for at, name in enumerate(names):
             before = joined[at - 1][0] if at else ""
             one = not many or (at < len(joined) and not joined[at][0]) or before.endswith("a")
             tokens += [*self.links[before], *self.texts[(lesson.texts if one else lesson.plurals)[name]]]
         return tokens
+
+
+def _shares(joined: Sequence[tuple[str, float]]) -> list[float]:
+    """How much each of several names counts, by what joins them; 1 in all.
+
+    Names with nothing between are one phrase, whose last counts twice; a phrase counts as its link says.
+    """
+    phrases = [(1.0, 1)]
+    for link, share in joined:
+        weight, size = phrases.pop() if not link else (share, 0)
+        phrases.append((weight, size + 1))
+    total = sum(weight for weight, _ in phrases)
+    return [
+        weight / total * (2 if at == size - 1 else 1) / (size + 1) for weight, size in phrases for at in range(size)
+    ]
 
 
 def train(clip: Any, tokenizer: Any, lessons: Sequence[Lesson], config: Training, log_file: Path) -> None:

@@ -202,13 +202,15 @@ def by_looks(names: Sequence[str], looks: Looks, prototypes: Tensor, known: Tens
 def by_drawings(pictures: Tensor, kinds: Tensor, ridge: float = 1.0) -> Tensor:
     """Unit directions [K, D] that tell kinds of drawings apart: pictures [n, D], kinds [n] from 0 to K - 1.
 
-    Linear discriminants: what all kinds have in common is no part of them, and what differs within kinds counts less.
+    Linear discriminants, in which what differs within kinds counts less; they have nothing of what all have in common.
     """
     count = torch.bincount(kinds)[:, None]
     means = torch.zeros(len(count), pictures.shape[1]).index_add(0, kinds, pictures) / count
     within = (pictures - means[kinds]).t().cov()
     within += ridge * within.diagonal().mean() * torch.eye(len(within))
-    return F.normalize(torch.linalg.solve(within, (means - means.mean(0)).t()).t(), dim=-1)
+    found = torch.linalg.solve(within, (means - means.mean(0)).t()).t()
+    common = F.normalize(means.mean(0), dim=0)
+    return F.normalize(found - torch.outer(found @ common, common), dim=-1)
 
 
 def right(pictures: Tensor, vectors: Tensor, labels: Tensor) -> float:
