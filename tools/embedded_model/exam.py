@@ -25,7 +25,7 @@ from torch import Tensor
 from selftpt import AdaptConfig, LearnConfig, Prompt, load_model
 from selftpt.adaptation import adapt, zero_shot
 from selftpt.classifier import Classifier
-from selftpt.errors import told_in_one_line
+from selftpt.errors import SelfTPTError, told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.learning import learn_from_features
 from selftpt.tokens import class_tokens
@@ -64,6 +64,8 @@ def main() -> None:
     parser.add_argument("--stage-1", nargs="*", default=[*STAGE_1], choices=[*STAGE_1])
     options = parser.parse_args()
     folder = options.work / "held-out"
+    if not folder.is_dir():
+        raise SelfTPTError(f"there is no {folder}: make it by python -m tools.embedded_model --hold-out")
     if options.factor != 1:
         clip = open_clip.create_model(f"local-dir:{folder}")
         clip.load_state_dict(rescaled(clip.state_dict(), options.factor))
