@@ -25,12 +25,13 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
-from selftpt.datasets import Dataset, read_dataset
+from selftpt.data.datasets import Dataset, read_dataset
+from selftpt.data.decoding import open_image
+from selftpt.data.features import FeatureStore, ViewSpec
+from selftpt.data.threads import in_threads
 from selftpt.errors import told_in_one_line
 from selftpt.evaluation.measures import top
-from selftpt.features import FeatureStore, Look
 from selftpt.files import read_tensors
-from selftpt.images import in_threads, open_picture
 from selftpt.models import Model, load_model
 
 DATASETS = ("caltech101", "oxford_pets", "eurosat", "dtd", "food101", "imagenet")
@@ -41,7 +42,7 @@ def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
 
     Where the folder full/ has the whole of a split that was cut, also with each class weighed by its share of that.
     """
-    classifier, features = zero_shot(model, dataset.test.names), FeatureStore(model, Look())(dataset.test.paths)
+    classifier, features = zero_shot(model, dataset.test.names), FeatureStore(model, ViewSpec())(dataset.test.paths)
     right = (classifier(features).argmax(1) == torch.tensor(dataset.test.labels)).tolist()
     result = {dataset.name: 100 * statistics.mean(right)}
     if (full := dataset.root / "full" / dataset.split).is_file():
@@ -57,7 +58,7 @@ def show(model: Model, paths: Sequence[Path], side: int | None = None, batch: in
     """Batches of pixels [B, 3, S, S], uint8; `side`: of pictures that are first cut to squares of so many pixels."""
 
     def pixels(path: Path) -> Tensor:
-        picture = open_picture(path)
+        picture = open_image(path)
         return model.preprocess(ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture)
 
     shown = in_threads(pixels, paths, ahead=2 * batch)

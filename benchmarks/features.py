@@ -20,7 +20,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from predict import make_pictures
 
-from selftpt.features import FeatureStore, Look
+from selftpt.data.features import FeatureStore, ViewSpec
 from selftpt.models import load_model
 
 
@@ -48,7 +48,7 @@ def main() -> None:
                     clip.encode_image(ready, normalize=True)
 
         def kept() -> None:
-            assert FeatureStore(model, Look())(paths).shape == (options.pictures, 1, model.dimension)
+            assert FeatureStore(model, ViewSpec())(paths).shape == (options.pictures, 1, model.dimension)
 
         def extract() -> None:
             shutil.rmtree(cache, ignore_errors=True)

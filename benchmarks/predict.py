@@ -21,8 +21,8 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
 from selftpt.classifier import Classifier
+from selftpt.config import PredictConfig
 from selftpt.models import load_model
-from selftpt.settings import PredictConfig
 
 
 def make_pictures(folder: Path, count: int) -> list[Path]:

@@ -18,19 +18,19 @@ import torch.nn.functional as F
 
 from selftpt import AdaptConfig
 from selftpt.adaptation import adapt
-from selftpt.datasets import half
+from selftpt.data.datasets import half
+from selftpt.data.features import FeatureStore, ViewSpec
 from selftpt.errors import SelfTPTError, told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.evaluation.protocols import Bench, Run
 from selftpt.evaluation.runs import Runs
-from selftpt.features import FeatureStore, Look
 from selftpt.losses import Head
 from selftpt.methods import Job
 from selftpt.models import load_model
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import Task, contrast_step
 from selftpt.prompt import Prompt
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import class_tokens
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     prompt = job.prompt(settings.learn)
     steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
     test = half(bench.dataset(run.dataset).test, new=True)
-    features = FeatureStore(model, Look())(test.paths)
+    features = FeatureStore(model, ViewSpec())(test.paths)
     before = adapt(model, prompt, test.names, AdaptConfig(steps=0))
     after = adapt(model, prompt, test.names, settings.adapt)
     mean = adapt(model, prompt, test.names, AdaptConfig(steps=0, vectors="mean"))

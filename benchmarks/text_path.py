@@ -17,13 +17,13 @@ from open_clip import IMAGENET_CLASSNAMES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from selftpt.config import VIEWS, ContrastConfig, LearnConfig, View
 from selftpt.losses import Head
 from selftpt.models import Model, load_model
+from selftpt.models.text import TextEncoder, before_name, encode_template
+from selftpt.models.tokenizer import ClassTokens, tokenize
 from selftpt.objective import Batch, Task, contrast_step, joint_step
 from selftpt.prompt import initial_context, initial_head
-from selftpt.settings import VIEWS, ContrastConfig, LearnConfig, View
-from selftpt.text import TextEncoder, before_name, encode_template
-from selftpt.tokens import ClassTokens, tokenize
 
 
 def class_names(count: int) -> list[str]:

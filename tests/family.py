@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from selftpt.config import TrainConfig
+from selftpt.data.sources import read_folder
 from selftpt.files import read_tensors
-from selftpt.images import read_folder
 from selftpt.methods import Job, Method
-from selftpt.settings import TrainConfig
 from selftpt.training import RunFiles, source_features
 from tests.folders import make_photos
 from tests.small import Small, model

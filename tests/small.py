@@ -23,7 +23,8 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg
 from torch import Tensor, nn
 
-from selftpt.models import Model, ModelId, _digest
+from selftpt.models import Model, ModelId
+from selftpt.models.loading import _digest
 
 # One token each, in every tokenizer here.
 WORDS = (

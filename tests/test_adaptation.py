@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from selftpt import AdaptConfig, Prompt, SelfTPTError, SelfTPTWarning, adapt
+from selftpt.config import VIEWS, ContrastConfig
 from selftpt.prompt import initial_head
-from selftpt.settings import VIEWS, ContrastConfig
 from tests.oracle import plain
 from tests.small import model, random_prompt, small
 

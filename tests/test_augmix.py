@@ -14,9 +14,10 @@ from open_clip.transform import PreprocessCfg
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from selftpt.augmix import OPERATIONS, Operation, augmix
-from selftpt.features import FeatureStore, Look, shelves
-from selftpt.images import Preprocess, in_threads
+from selftpt.data.augmix import OPERATIONS, Operation, augmix
+from selftpt.data.features import FeatureStore, ViewSpec, shelves
+from selftpt.data.threads import in_threads
+from selftpt.data.transforms import Preprocess
 from tests import pictures
 from tests.oracle import augmix as oracle
 from tests.small import model
@@ -102,9 +103,9 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 def test_its_features_are_kept_apart(tmp_path: Path) -> None:
     """And those without it are found under the key they always had."""
-    assert Look(3, 7).key == (3, 7, 80)
+    assert ViewSpec(3, 7).key == (3, 7, 80)
     paths = pictures.noises(tmp_path, 2)
-    plain, mixed = (FeatureStore(model(), look)(paths) for look in (Look(3, 7), Look(3, 7, augmix=True)))
+    plain, mixed = (FeatureStore(model(), look)(paths) for look in (ViewSpec(3, 7), ViewSpec(3, 7, augmix=True)))
     assert not torch.allclose(plain, mixed, atol=1e-3)
-    assert torch.equal(FeatureStore(model(), Look(3, 7, augmix=True))(paths), mixed)
+    assert torch.equal(FeatureStore(model(), ViewSpec(3, 7, augmix=True))(paths), mixed)
     assert sorted(shelf.look for shelf in shelves()) == ["3 random crops, seed 7", "3 random crops, seed 7, AugMix"]

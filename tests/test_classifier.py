@@ -23,11 +23,11 @@ from torch import Tensor
 
 import selftpt.classifier
 from selftpt.classifier import Classifier, Prediction, merge_views, see
+from selftpt.config import PredictConfig
+from selftpt.data.decoding import ImageError, open_image
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import read_file, write_tensors
-from selftpt.images import PictureError, open_picture
 from selftpt.models import Model, ModelId
-from selftpt.settings import PredictConfig
 from tests import pictures
 from tests.small import model, small
 
@@ -59,7 +59,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return pictures.noises(tmp_path_factory.mktemp("pictures"), 7)
 
 
-def failing(error: PictureError) -> None:
+def failing(error: ImageError) -> None:
     raise AssertionError(error)
 
 
@@ -89,7 +89,7 @@ def test_probabilities_are_those_of_equation_1(paths: list[Path]) -> None:
 def test_every_kind_of_picture(paths: list[Path]) -> None:
     """Alone or in a list, the same picture has the same answer; only a path is told again."""
     made, path = classifier(), paths[1]
-    picture = open_picture(path)
+    picture = open_image(path)
     pixels = torch.tensor(list(picture.tobytes()), dtype=torch.uint8).view(*picture.size[::-1], 3).permute(2, 0, 1)
     seen = model().preprocess.normalize(model().preprocess(picture)[None])[0]
     wanted = table(made.predict([path]))
@@ -126,8 +126,8 @@ def test_pictures_as_a_person_sees_them(tmp_path: Path) -> None:
 def test_floats_in_the_company_of_others(paths: list[Path]) -> None:
     """What is normalised already stays so, and the rest of its batch is still normalised."""
     made, seen = classifier(), model().preprocess
-    floats = [seen.normalize(seen(open_picture(path))[None])[0] for path in paths]
-    company: list[Any] = [paths[0], floats[1], open_picture(paths[2]), floats[3].double(), paths[4], *floats[5:]]
+    floats = [seen.normalize(seen(open_image(path))[None])[0] for path in paths]
+    company: list[Any] = [paths[0], floats[1], open_image(paths[2]), floats[3].double(), paths[4], *floats[5:]]
     torch.testing.assert_close(table(made.predict(company)), table(made.predict(paths)), rtol=0, atol=1e-6)
 
 
@@ -163,7 +163,7 @@ def test_pictures_are_taken_as_they_are_needed(count: int, batch: int, at_once: 
 
 def test_order_is_kept_when_pictures_are_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is not ready before the second, where there are threads for both."""
-    second, real = threading.Event(), selftpt.classifier.open_picture
+    second, real = threading.Event(), selftpt.classifier.open_image
 
     def slow(source: Any, *limits: Any) -> Image.Image:
         if source == paths[0]:
@@ -172,7 +172,7 @@ def test_order_is_kept_when_pictures_are_slow(paths: list[Path], monkeypatch: py
             second.set()
         return real(source, *limits)
 
-    monkeypatch.setattr(selftpt.classifier, "open_picture", slow)
+    monkeypatch.setattr(selftpt.classifier, "open_image", slow)
     assert [p.path for p in classifier().predict(paths)] == [str(path) for path in paths]
 
 
@@ -219,14 +219,14 @@ def test_bad_pictures_alone(tmp_path: Path) -> None:
 
 
 def test_large_pictures_by_the_setting(paths: list[Path]) -> None:
-    told: list[PictureError] = []
+    told: list[ImageError] = []
     found = classifier().predict(paths[0], config=PredictConfig(max_megapixels=1e-3), on_error=told.append)
     assert list(found) == []
     assert "over the limit of 0.001" in str(told[0])
 
 
 def test_floats_have_no_further_views() -> None:
-    told: list[PictureError] = []
+    told: list[ImageError] = []
     assert list(classifier().predict(torch.zeros(3, 32, 32), config=views(2), on_error=told.append)) == []
     assert "no further views" in str(told[0])
 

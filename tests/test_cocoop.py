@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selftpt.config import TrainConfig
 from selftpt.losses import Head
 from selftpt.methods import cocoop as fast
 from selftpt.methods.cocoop import COCOOP, Settings, initial_network, prompts_of
-from selftpt.settings import TrainConfig
-from selftpt.text import TextEncoder
-from selftpt.tokens import tokenize
+from selftpt.models.text import TextEncoder
+from selftpt.models.tokenizer import tokenize
 from tests.family import OTHERS, PLAIN, changed, check_method, make_job, seen, taught, words
 from tests.oracle import cocoop
 from tests.oracle.descent import descend

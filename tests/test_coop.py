@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selftpt.cli.options import parse_setting
+from selftpt.config import LearnConfig
 from selftpt.errors import SelfTPTError
 from selftpt.evaluation.protocols import Bench, Run
 from selftpt.evaluation.runs import Runs
@@ -17,7 +18,6 @@ from selftpt.methods import Job
 from selftpt.methods.coop import COOP, Settings, coops_own
 from selftpt.methods.prediction import chosen_settings
 from selftpt.prompt import Prompt, initial_context
-from selftpt.settings import LearnConfig
 from tests.family import changed, make_job, seen
 from tests.oracle import plain
 from tests.oracle.descent import descend

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from selftpt.cli import datasets as listing
-from selftpt.datasets import DATASETS, Dataset, fraction, half, limit, read_dataset, some_classes
-from selftpt.datasets.table import Size
+from selftpt.data.datasets import DATASETS, Dataset, fraction, half, limit, read_dataset, some_classes
+from selftpt.data.datasets.table import Size
+from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
-from selftpt.images import Source
 from tests.folders import make_photos
 from tests.trees import LISTED, WNIDS, make_tree, rows_of
 

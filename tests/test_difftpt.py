@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selftpt.config import LearnConfig
+from selftpt.data.decoding import ImageError, open_image
+from selftpt.data.features import FeatureStore, ViewSpec
+from selftpt.data.sources import read_folder
 from selftpt.errors import SelfTPTError
-from selftpt.features import FeatureStore, Look
-from selftpt.images import PictureError, open_picture, read_folder
 from selftpt.methods import METHODS, Eyes, Job, difftpt
 from selftpt.methods.difftpt import Generated, near_and_confident
 from selftpt.methods.tpt import Tuner
-from selftpt.settings import LearnConfig
 from tests.folders import make_generated, make_photos
 from tests.oracle import tpt as oracle
 from tests.small import Small, model, relative, small
@@ -29,7 +30,7 @@ NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat on the lake"]
 FEW = 6  # generated pictures, in two groups
 
 
-def fail(error: PictureError) -> None:
+def fail(error: ImageError) -> None:
     raise error
 
 
@@ -110,7 +111,7 @@ def test_pictures_of_a_folder(asked: list[Path], tmp_path: Path) -> None:
     assert tuple(shown.shape) == (4, 1 + 2 * FEW, model().dimension)
     for i, path in enumerate(asked):
         files = [folder / path.parent.name / path.name / f"{k:02d}.png" for k in range(FEW)]
-        pixels = torch.stack([model().preprocess(open_picture(file)) for file in files])
+        pixels = torch.stack([model().preprocess(open_image(file)) for file in files])
         torch.testing.assert_close(shown[i, 1 + FEW :], model().encode_images(pixels), rtol=0, atol=1e-5)
 
 
@@ -128,7 +129,7 @@ def test_changed_pictures_are_looked_at_again(asked: list[Path], tmp_path: Path)
 
 def test_keys_tell_looks_apart() -> None:
     looks = [
-        Look(FEW),
+        ViewSpec(FEW),
         Generated(FEW, folder="a"),
         Generated(FEW, folder="b"),
         Generated(FEW + 1, folder="a"),
@@ -229,7 +230,7 @@ def diffusion(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def made(look: Look, path: Path) -> dict[str, bytes]:
+def made(look: ViewSpec, path: Path) -> dict[str, bytes]:
     assert isinstance(look, Generated)
     return {file.name: file.read_bytes() for file in sorted(look.place(path).iterdir())}
 
@@ -252,7 +253,7 @@ def test_pictures_are_made(asked: list[Path], diffusion: str, tmp_path: Path) ->
     assert len({content for each in files for content in each.values()}) == 4 * FEW
     guided.cut(model().preprocess, asked[0])
     assert made(guided, asked[0]) != files[0]
-    assert {open_picture(file).size for file in first.place(asked[0]).iterdir()} == {(16, 16)}
+    assert {open_image(file).size for file in first.place(asked[0]).iterdir()} == {(16, 16)}
 
 
 def test_a_picture_and_its_name_decide_what_is_made(asked: list[Path], diffusion: str, tmp_path: Path) -> None:

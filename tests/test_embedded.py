@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from PIL import Image, ImageColor
 
 import selftpt
-from selftpt import models
 from selftpt.cli.demo import RIGHT, SHOWN
 from selftpt.models import EMBEDDED, EMBEDDED_FILES, Model
+from selftpt.models import loading as models
 from tests.commands import Run, refused
 from tests.folders import make_photos
 

@@ -13,23 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-import selftpt.features
+import selftpt.data.features
+from selftpt.data.decoding import ImageError, open_image
+from selftpt.data.features import FeatureStore, ViewSpec, shelves
 from selftpt.errors import SelfTPTError
-from selftpt.features import FeatureStore, Look, shelves
 from selftpt.files import write_tensors
-from selftpt.images import PictureError, open_picture
 from tests import pictures
 from tests.small import model
 
-LOOK = Look(3)
+LOOK = ViewSpec(3)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for every test, with two pictures in a group and every group in a pack of its own."""
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(selftpt.features, "GROUP", 2)
-    monkeypatch.setattr(selftpt.features, "PACK_SECONDS", -1)
+    monkeypatch.setattr(selftpt.data.features, "GROUP", 2)
+    monkeypatch.setattr(selftpt.data.features, "PACK_SECONDS", -1)
     return tmp_path / "cache"
 
 
@@ -42,21 +42,21 @@ def paths(tmp_path: Path) -> list[Path]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The pictures that were opened."""
     seen: list[Path] = []
-    real: Callable[..., Any] = selftpt.features.open_picture
+    real: Callable[..., Any] = selftpt.data.features.open_image
 
     def open_and_tell(source: Path, *limits: Any) -> Any:
         seen.append(source)
         return real(source, *limits)
 
-    monkeypatch.setattr(selftpt.features, "open_picture", open_and_tell)
+    monkeypatch.setattr(selftpt.data.features, "open_image", open_and_tell)
     return seen
 
 
-def failing(error: PictureError) -> None:
+def failing(error: ImageError) -> None:
     raise AssertionError(error)
 
 
-def features(paths: list[Path], look: Look = LOOK, **more: Any) -> Tensor:
+def features(paths: list[Path], look: ViewSpec = LOOK, **more: Any) -> Tensor:
     return FeatureStore(**{"model": model(), "look": look, "on_error": failing} | more)(paths)
 
 
@@ -66,14 +66,14 @@ def packs(cache: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
-@pytest.mark.parametrize("look", [LOOK, Look(), Look(2, seed=7)], ids=str)
-def test_features_of_every_look(paths: list[Path], look: Look) -> None:
+@pytest.mark.parametrize("look", [LOOK, ViewSpec(), ViewSpec(2, seed=7)], ids=str)
+def test_features_of_every_look(paths: list[Path], look: ViewSpec) -> None:
     """Each view looked at alone. Crops depend on the seed, or on the picture's name and its folder's."""
     found, eyes = features(paths, look), model()
     assert found.shape == (5, look.views, eyes.dimension)
     torch.testing.assert_close(found.norm(dim=-1), torch.ones(5, look.views))
     for i, path in enumerate(paths):
-        picture = open_picture(path)
+        picture = open_image(path)
         rng = random.Random(f"pictures/{path.name}" if look.seed is None else look.seed)
         views = [] if look.crops else [eyes.preprocess(picture)[None]]
         views += [eyes.preprocess.views(picture, 1, rng, whole=False) for _ in range(look.crops)]
@@ -110,7 +110,7 @@ def test_where_they_are_kept(paths: list[Path], cache: Path, tmp_path: Path, mon
     assert len(packs(cache)) == 3
     assert all(path.is_relative_to(cache / "features") for path in packs(cache))
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(selftpt.features, "PACK_SECONDS", 60)
+    monkeypatch.setattr(selftpt.data.features, "PACK_SECONDS", 60)
     features(paths)
     assert len(packs(tmp_path / "other")) == 1
 
@@ -141,7 +141,7 @@ def test_a_killed_run_goes_on(paths: list[Path], cache: Path, opened: list[Path]
         write_tensors(file, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftpt.features, "write_tensors", killed)
+        patch.setattr(selftpt.data.features, "write_tensors", killed)
         with pytest.raises(KeyboardInterrupt):
             features(paths)
     assert len(packs(cache)) == 1
@@ -209,15 +209,15 @@ def test_a_changed_picture_is_looked_at_again(paths: list[Path], opened: list[Pa
 
 @pytest.mark.parametrize(
     "change",
-    [Look(3, 6), Look(2), Look(), Look(3, max_megapixels=70), "one-layer"],
+    [ViewSpec(3, 6), ViewSpec(2), ViewSpec(), ViewSpec(3, max_megapixels=70), "one-layer"],
     ids=str,
 )
 def test_other_looks_and_models_are_kept_apart(
-    paths: list[Path], cache: Path, opened: list[Path], change: Look | str
+    paths: list[Path], cache: Path, opened: list[Path], change: ViewSpec | str
 ) -> None:
     first = features(paths)
     opened.clear()
-    features(paths, change) if isinstance(change, Look) else features(paths, model=model(change))
+    features(paths, change) if isinstance(change, ViewSpec) else features(paths, model=model(change))
     assert sorted(opened) == paths
     assert len(packs(cache)) == 6
     assert torch.equal(features(paths), first)
@@ -255,9 +255,9 @@ def test_a_name_that_is_no_text(tmp_path: Path, opened: list[Path]) -> None:
 
 
 def test_large_pictures_by_the_limit(paths: list[Path]) -> None:
-    told: list[PictureError] = []
-    found = features(paths, Look(3, max_megapixels=2.5e-3), on_error=told.append)
-    large = [width * height > 2500 for width, height in (open_picture(path).size for path in paths)]
+    told: list[ImageError] = []
+    found = features(paths, ViewSpec(3, max_megapixels=2.5e-3), on_error=told.append)
+    large = [width * height > 2500 for width, height in (open_image(path).size for path in paths)]
     assert 0 < sum(large) < 5
     assert found.isnan().all(-1).all(-1).tolist() == large
     assert all("over the limit of 0.0025" in str(error) for error in told)
@@ -265,7 +265,7 @@ def test_large_pictures_by_the_limit(paths: list[Path]) -> None:
 
 def test_a_picture_that_comes_back(paths: list[Path]) -> None:
     hidden = paths[2].rename(paths[2].with_suffix(".away"))
-    told: list[PictureError] = []
+    told: list[ImageError] = []
     assert features(paths, on_error=told.append)[2].isnan().all()
     assert len(told) == 1
     hidden.rename(paths[2])
@@ -273,7 +273,7 @@ def test_a_picture_that_comes_back(paths: list[Path]) -> None:
 
 
 def test_nothing_to_use(tmp_path: Path) -> None:
-    told: list[PictureError] = []
+    told: list[ImageError] = []
     found = features([tmp_path / "a.jpg", tmp_path / "b.jpg", tmp_path / "c.jpg"], on_error=told.append)
     assert found.shape == (3, 3, model().dimension)
     assert found.isnan().all()
@@ -290,7 +290,7 @@ def test_a_cache_that_cannot_be_written(paths: list[Path], tmp_path: Path, monke
 def test_shelves(paths: list[Path], cache: Path) -> None:
     assert list(shelves()) == []
     features(paths)
-    features(paths[:2], Look())
+    features(paths[:2], ViewSpec())
     packs(cache)[0].write_text("damaged")
     found = {shelf.look: shelf for shelf in shelves()}
     assert {look: shelf.pictures for look, shelf in found.items()} == {"3 random crops": 3, "the picture": 2}

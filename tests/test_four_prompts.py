@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from selftpt.classifier import Classifier
+from selftpt.config import TrainConfig
 from selftpt.errors import SelfTPTError
 from selftpt.methods import METHODS, Job
 from selftpt.methods.four_prompts import FOUR_PROMPTS, Settings
 from selftpt.prompt import Prompt
-from selftpt.settings import TrainConfig
 from tests.family import OTHERS, changed, check_method, make_job, seen, taught, words
 from tests.oracle import four_prompts
 from tests.oracle.descent import descend

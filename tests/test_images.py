@@ -26,19 +26,11 @@ from PIL import Image, JpegImagePlugin, features
 from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
+from selftpt.data.decoding import ImageError, open_image, warn_of
+from selftpt.data.sources import Source, find_images, images_in, read_folder
+from selftpt.data.threads import in_threads
+from selftpt.data.transforms import Preprocess, random_box
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.images import (
-    PictureError,
-    Preprocess,
-    Source,
-    find_pictures,
-    in_threads,
-    open_picture,
-    pictures_in,
-    random_box,
-    read_folder,
-    warn_of,
-)
 from tests import pictures
 from tests.pictures import BLACK, BLUE, GREEN, RED, WHITE, YELLOW, encoded, scene
 
@@ -48,15 +40,15 @@ GREYS = [(76,) * 3, (150,) * 3, (29,) * 3, (226,) * 3]  # of those, by luma
 
 def opened(path: Path, data: bytes, **options: Any) -> Image.Image:
     path.write_bytes(data)
-    picture = open_picture(path, **options)
+    picture = open_image(path, **options)
     assert picture.mode == "RGB"
     return picture
 
 
 def refused(source: Any, *words: str, **options: Any) -> str:
     """The one line, naming the file, with which a picture is refused."""
-    with pytest.raises(PictureError) as caught:
-        open_picture(source, **options)
+    with pytest.raises(ImageError) as caught:
+        open_image(source, **options)
     text = str(caught.value)
     assert "\n" not in text
     assert text.startswith("the picture" if isinstance(source, Image.Image) else f"{os.fspath(source)}: ")
@@ -220,7 +212,7 @@ def test_tags_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, error: Except
         raise error
 
     monkeypatch.setattr(Image.Image, "getexif", broken)
-    assert pictures.quarters(open_picture(scene())) == QUARTERS
+    assert pictures.quarters(open_image(scene())) == QUARTERS
 
 
 def test_uncommon_formats_are_loaded_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,12 +239,12 @@ def test_pictures_in_memory() -> None:
     """A PIL image is opened the same way, and is not changed."""
     stored, exif = pictures.turned(scene(), 6)
     given = Image.open(io.BytesIO(encoded(stored, "PNG", exif=exif)))
-    assert pictures.quarters(open_picture(given)) == QUARTERS
+    assert pictures.quarters(open_image(given)) == QUARTERS
     assert given.size == (32, 64)
     mine = scene()
-    open_picture(mine).putpixel((0, 0), WHITE)
+    open_image(mine).putpixel((0, 0), WHITE)
     assert mine.getpixel((0, 0)) == RED
-    assert pictures.quarters(open_picture(left_clear("RGBA"))) == [WHITE, GREEN, WHITE, YELLOW]
+    assert pictures.quarters(open_image(left_clear("RGBA"))) == [WHITE, GREEN, WHITE, YELLOW]
 
 
 # Every kind of failure
@@ -350,8 +342,8 @@ def test_damage_is_a_picture_error_or_no_matter(
     path = tmp_path / "damaged"
     path.write_bytes(data[: max(1, len(data) - rest)] if rest < 400 else data)
     try:
-        assert open_picture(path, max_megapixels=1).mode == "RGB"
-    except PictureError:
+        assert open_image(path, max_megapixels=1).mode == "RGB"
+    except ImageError:
         refused(path, max_megapixels=1)
 
 
@@ -365,8 +357,8 @@ def test_refused_pictures_are_closed(tmp_path: Path) -> None:
     before, kept = len(os.listdir("/proc/self/fd")), []
     for path in (large, cut, text) * 5:
         try:
-            open_picture(path, max_megapixels=1e-3)
-        except PictureError as error:
+            open_image(path, max_megapixels=1e-3)
+        except ImageError as error:
             kept.append(error)
     assert len(kept) == 15
     assert len(os.listdir("/proc/self/fd")) == before
@@ -397,7 +389,7 @@ def test_a_large_picture_is_accepted_when_asked(hundred_megapixels: Path) -> Non
     limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        picture = open_picture(hundred_megapixels, max_megapixels=100)
+        picture = open_image(hundred_megapixels, max_megapixels=100)
     assert (picture.size, picture.mode, picture.getpixel((9_999, 9_999))) == ((10_000, 10_000), "RGB", BLACK)
     assert limit == Image.MAX_IMAGE_PIXELS
     assert filters == list(warnings.filters)
@@ -406,7 +398,7 @@ def test_a_large_picture_is_accepted_when_asked(hundred_megapixels: Path) -> Non
 def test_the_limit_is_exact_and_told(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     Image.new("RGB", (101, 1)).save(path)
-    assert open_picture(path, max_megapixels=101e-6).size == (101, 1)
+    assert open_image(path, max_megapixels=101e-6).size == (101, 1)
     refused(path, "0.000101 megapixels", "limit of 0.0001", max_megapixels=100e-6)
     refused(Image.new("RGB", (101, 1)), "0.000101 megapixels", max_megapixels=100e-6)
 
@@ -418,7 +410,7 @@ def test_limit_of_the_host_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pictures.noise(0, 50, 50).save(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        picture = open_picture(path)
+        picture = open_image(path)
         assert preprocess(size=10)(picture).shape == (3, 10, 10)
         assert preprocess(size=10).views(picture, 20, random.Random(0), whole=False).shape == (20, 3, 10, 10)
     assert Image.MAX_IMAGE_PIXELS == 100
@@ -432,12 +424,12 @@ def test_pictures_of_no_use(tmp_path: Path) -> None:
     refused(Image.new("RGB", (1, 201)), "1 x 201")
     refused(Image.new("RGB", (0, 5)), "0 x 5")
     refused(Image.new("RGB", (0, 0)), "0 x 0")
-    assert open_picture(Image.new("RGB", (200, 1))).size == (200, 1)
+    assert open_image(Image.new("RGB", (200, 1))).size == (200, 1)
 
 
 def test_the_default_report_is_a_warning() -> None:
     with pytest.warns(SelfTPTWarning, match=r"left out a\.jpg: no such file"):
-        warn_of(PictureError("a.jpg: no such file"))
+        warn_of(ImageError("a.jpg: no such file"))
 
 
 # Preprocessing
@@ -605,15 +597,15 @@ def test_pictures_of_a_folder(tmp_path: Path) -> None:
     """All below it, sorted, of every case of suffix; neither hidden ones nor other files."""
     wanted = touch(tmp_path, "B.JPG", "a.png", "sub/d.TIFF", "sub/deep/c.webp", "z.gif")
     touch(tmp_path, ".hidden.jpg", ".hidden/e.jpg", "notes.txt", "sub/.thumbs/f.png", "jpg", "png.txt")
-    assert pictures_in(tmp_path) == wanted
-    assert list(find_pictures([tmp_path])) == wanted
-    assert list(find_pictures([f"{tmp_path}/"])) == wanted
+    assert images_in(tmp_path) == wanted
+    assert list(find_images([tmp_path])) == wanted
+    assert list(find_images([f"{tmp_path}/"])) == wanted
 
 
 def test_files_and_folders_in_the_order_given(tmp_path: Path) -> None:
     b, a, note = touch(tmp_path, "two/b.jpg", "one/a.jpg", "note.txt")
-    assert list(find_pictures([b.parent, note, a.parent, str(b)])) == [b, note, a, b]
-    assert list(find_pictures([])) == []
+    assert list(find_images([b.parent, note, a.parent, str(b)])) == [b, note, a, b]
+    assert list(find_images([])) == []
 
 
 @pytest.mark.parametrize("name", ["two words.jpg", "Über 猫🐈.jpg", "photo[1].jpg", "what?.jpg", "st*r.png", "-.jpg"])
@@ -621,8 +613,8 @@ def test_odd_names(tmp_path: Path, name: str) -> None:
     """A file that is there is meant, even if its name looks like a pattern."""
     (path,) = touch(tmp_path, name)
     touch(tmp_path, "photo1.jpg", "whats.jpg", "star.png")
-    assert list(find_pictures([path])) == [path]
-    assert list(find_pictures(["-"], io.StringIO(f"{path}\n"))) == [path]
+    assert list(find_images([path])) == [path]
+    assert list(find_images(["-"], io.StringIO(f"{path}\n"))) == [path]
 
 
 def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,11 +622,11 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c = touch(tmp_path, "a.jpg", "sub/b.jpg", "sub/deep/c.jpg")
     touch(tmp_path, "d.png", ".hidden.jpg", "sub/.hid/e.jpg")
     (tmp_path / "folder.jpg").mkdir()
-    assert list(find_pictures([f"{tmp_path}/*.jpg"])) == [a]
-    assert list(find_pictures([f"{tmp_path}/**/*.jpg"])) == [a, b, c]
-    assert list(find_pictures([f"{tmp_path}/sub/?.jpg", f"{tmp_path}/[ab].jpg"])) == [b, a]
+    assert list(find_images([f"{tmp_path}/*.jpg"])) == [a]
+    assert list(find_images([f"{tmp_path}/**/*.jpg"])) == [a, b, c]
+    assert list(find_images([f"{tmp_path}/sub/?.jpg", f"{tmp_path}/[ab].jpg"])) == [b, a]
     monkeypatch.setattr(glob, "glob", lambda *_, **__: [str(c), str(a), str(b)])
-    assert list(find_pictures(["*.jpg"])) == [a, b, c]
+    assert list(find_images(["*.jpg"])) == [a, b, c]
 
 
 @pytest.mark.parametrize(
@@ -652,15 +644,15 @@ def test_places_without_pictures(tmp_path: Path, place: str, words: str) -> None
     """Also a pattern that only a folder matches, and a name too long to be one."""
     touch(tmp_path, "empty/notes.txt")
     with pytest.raises(SelfTPTError, match=words) as caught:
-        list(find_pictures([f"{tmp_path}/{place}"]))
+        list(find_images([f"{tmp_path}/{place}"]))
     assert place.rstrip("/") in str(caught.value)
 
 
 def test_listing() -> None:
     lines = io.StringIO("a.jpg\n\n  \n my cat.jpg \r\nfolder/b.jpg")
-    assert list(find_pictures(["-"], lines)) == [Path("a.jpg"), Path(" my cat.jpg "), Path("folder/b.jpg")]
+    assert list(find_images(["-"], lines)) == [Path("a.jpg"), Path(" my cat.jpg "), Path("folder/b.jpg")]
     with pytest.raises(SelfTPTError, match="- does not exist"):
-        list(find_pictures(["-"]))
+        list(find_images(["-"]))
 
 
 def test_listing_is_read_as_it_comes() -> None:
@@ -673,7 +665,7 @@ def test_listing_is_read_as_it_comes() -> None:
             yield name
         raise AssertionError("read too far")
 
-    found = find_pictures(["-"], lines())  # type: ignore[arg-type]
+    found = find_images(["-"], lines())  # type: ignore[arg-type]
     assert next(found) == Path("a.jpg")
     assert asked == ["a.jpg\n"]
     assert next(found) == Path("b.jpg")
@@ -717,7 +709,7 @@ def test_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     touch(tmp_path, "cat/1.jpg", "dog/1.jpg")
     monkeypatch.setattr(os, "scandir", locked)
     with pytest.raises(SelfTPTError, match=r"cannot read the folder .*cat: Permission denied"):
-        pictures_in(tmp_path / "cat")
+        images_in(tmp_path / "cat")
     monkeypatch.setattr(Path, "iterdir", locked)
     with pytest.raises(SelfTPTError, match=r"cannot read the folder .*: Permission denied"):
         read_folder(tmp_path)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selftpt.classifier import Classifier
+from selftpt.config import TrainConfig
 from selftpt.errors import SelfTPTError
 from selftpt.methods.kgcoop import KGCOOP, Settings, distance, loss
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import tokenize
 from selftpt.objective import prompt_gradient
-from selftpt.settings import TrainConfig
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import tokenize
 from tests.family import OTHERS, changed, check_method, make_job, seen, taught, words
 from tests.oracle import kgcoop, plain
 from tests.oracle.descent import descend

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from selftpt import SelfTPTError
 from selftpt.classifier import Classifier
-from selftpt.features import Look
-from selftpt.images import read_folder
+from selftpt.data.features import ViewSpec
+from selftpt.data.sources import read_folder
 from selftpt.methods import METHODS, Eyes, Job
 from selftpt.methods.lasp import (
     LASP,
@@ -212,7 +212,7 @@ def test_crops_are_those_of_the_features(tmp_path: Path) -> None:
     for epoch in range(3):
         found = crops(torch.tensor([4, 0]), epoch)
         for row, path in zip(found, (crops.paths[4], crops.paths[0]), strict=True):
-            assert torch.equal(row, Look(2).cut(model().preprocess, path)[epoch % 2])  # type: ignore[index]
+            assert torch.equal(row, ViewSpec(2).cut(model().preprocess, path)[epoch % 2])  # type: ignore[index]
     crops.paths[0].unlink()
     with pytest.raises(SelfTPTError, match="no such file"):
         crops(torch.tensor([4, 0]), 0)

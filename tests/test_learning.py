@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn, training
-from selftpt import features as feature_store
+from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn
+from selftpt.config import ContrastConfig
+from selftpt.data import features as feature_store
 from selftpt.files import read_file
 from selftpt.learning import ClassLists, learn_from_features
-from selftpt.settings import ContrastConfig
-from selftpt.tokens import class_tokens
-from selftpt.training import RunFiles, learning_rate
+from selftpt.models.tokenizer import class_tokens
+from selftpt.training import RunFiles, checkpoints, learning_rate
 from tests.folders import make_model, make_photos
 from tests.oracle import plain
 from tests.small import model, small
@@ -148,17 +148,17 @@ def test_a_run_stopped_between_log_and_checkpoint_logs_every_step_once(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "stopped"
     run(LearnConfig(epochs=3), whole)
-    write = training.write_tensors
+    write = checkpoints.write_tensors
 
     def stop(path: Path, *rest: object) -> None:
         if rest[2]["epochs"] == 2:  # type: ignore[index]
             raise KeyboardInterrupt
         write(path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(training, "write_tensors", stop)
+    monkeypatch.setattr(checkpoints, "write_tensors", stop)
     with pytest.raises(KeyboardInterrupt):
         run(LearnConfig(epochs=3), out)
-    monkeypatch.setattr(training, "write_tensors", write)
+    monkeypatch.setattr(checkpoints, "write_tensors", write)
     run(LearnConfig(epochs=3), out)
     assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
 
@@ -247,8 +247,8 @@ def test_drawing_all_classes_learns_what_not_drawing_learns(tmp_path: Path) -> N
 
 def test_learning_from_a_folder_reads_no_picture_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos, seen = make_photos(tmp_path / "photos"), []
-    opener = feature_store.open_picture
-    monkeypatch.setattr(feature_store, "open_picture", lambda path, *a: seen.append(path) or opener(path, *a))
+    opener = feature_store.open_image
+    monkeypatch.setattr(feature_store, "open_image", lambda path, *a: seen.append(path) or opener(path, *a))
     prompt = learn(model(), photos, LearnConfig(epochs=2, shots=2), out=tmp_path / "a")
     assert len(seen) == 6
     assert prompt.origin["pictures"] == 6

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from selftpt import training
 from selftpt.classifier import Classifier
-from selftpt.images import PictureError, Source, pictures_in, read_folder
+from selftpt.config import kind_of
+from selftpt.data.decoding import ImageError
+from selftpt.data.sources import Source, images_in, read_folder
 from selftpt.methods import METHODS, Eyes, Job, Method, Predictor
 from selftpt.methods.prediction import MethodPredictor, chosen_settings
-from selftpt.models import Model, _digest
-from selftpt.settings import kind_of
+from selftpt.models import Model
+from selftpt.models.loading import _digest
 from tests.commands import Run, refused
 from tests.folders import make_generated, make_model, make_photos
 from tests.small import model
@@ -56,12 +58,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("world")
     source = read_folder(make_photos(folder / "source", each=2))
     (folder / "descriptors.json").write_text(json.dumps({name: ["red", "a tail"] for name in (*NAMES, *THINGS)}))
-    asked = pictures_in(make_photos(folder / "asked", ("x", "y"), each=2))
+    asked = images_in(make_photos(folder / "asked", ("x", "y"), each=2))
     make_generated(folder / "generated", asked, SMALL["views"] - 1)
     return World(folder, source, asked)
 
 
-def fail(error: PictureError) -> None:
+def fail(error: ImageError) -> None:
     raise error
 
 
@@ -213,7 +215,7 @@ def test_predict_is_the_method_itself(predict: Run, place: Path) -> None:
     eyes = load_model(str(place / "model"), device="cpu")
     for name, template in (("clip", "{} it is."), ("waffleclip", SENTENCE)):
         ready = MethodPredictor(eyes, METHODS[name], METHODS[name].settings, ["cat", "dog"], template)
-        wanted = [list(p.probabilities) for p in ready.predict(pictures_in(place / "photos" / "kite"))]
+        wanted = [list(p.probabilities) for p in ready.predict(images_in(place / "photos" / "kite"))]
         answer = predict(name, "--names", "cat,dog", "--template", template, "--json")
         assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == wanted
 
@@ -273,7 +275,7 @@ def test_pixels_are_shown_as_they_are(world: World, tmp_path: Path) -> None:
     """For a method that asks for them, block by block, without the pictures that cannot be read."""
     broken = tmp_path / "broken.png"
     broken.write_text("no picture")
-    told: list[PictureError] = []
+    told: list[ImageError] = []
     method = dataclasses.replace(METHODS["clip"], pixels=lambda _settings, _model: True)
     paths = [world.pictures[0], broken, *world.pictures[1:]]
     blocks: Iterator[tuple[Tensor, Tensor]] = Eyes(model(), told.append)(method, method.settings, paths)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from selftpt import losses, objective
+from selftpt.config import VIEWS, ContrastConfig, LearnConfig
 from selftpt.losses import Head, cpt
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import tokenize
 from selftpt.objective import Batch, Step, Task, contrast_step, joint_step
-from selftpt.settings import VIEWS, ContrastConfig, LearnConfig
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import tokenize
 from tests.oracle import plain
 from tests.oracle.plain import Settings
 from tests.small import KINDS, WORDS, Small, name_of, random_prompt, relative, small

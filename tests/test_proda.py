@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from selftpt import SelfTPTError, training
+from selftpt import SelfTPTError
 from selftpt.classifier import Classifier
-from selftpt.images import read_folder
+from selftpt.config import TrainConfig
+from selftpt.data.sources import read_folder
 from selftpt.methods import METHODS, Job
 from selftpt.methods.proda import PRODA, Settings, Task, bound, descent, learn, likeness, mean_embedding, places
+from selftpt.models.tokenizer import tokenize
 from selftpt.objective import Batch
-from selftpt.settings import TrainConfig
-from selftpt.tokens import tokenize
-from selftpt.training import RunFiles, learning_rate
+from selftpt.training import RunFiles, learning_rate, loop
 from tests.folders import make_photos
 from tests.oracle import proda as oracle
 from tests.small import Small, model, names_of, relative, small
@@ -216,8 +216,8 @@ def test_killed_it_goes_on_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.
         PRODA.fit(job(tmp_path), SHORT)
     monkeypatch.setattr(RunFiles, "keep", keep)
     asked = []
-    batches = training.batches
-    monkeypatch.setattr(training, "batches", lambda *a: asked.append(a[2]) or batches(*a))
+    batches = loop.batches
+    monkeypatch.setattr(loop, "batches", lambda *a: asked.append(a[2]) or batches(*a))
     resumed = PRODA.fit(job(tmp_path), SHORT)(["cat", "dog"], "")
     assert asked == [0, 1], "the first epoch is done"  # 0: how many steps there are
     assert torch.equal(resumed.weights, whole.weights)  # type: ignore[attr-defined]

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-import selftpt.features
+import selftpt.data.features
 from selftpt.adaptation import adapt, zero_shot
-from selftpt.datasets import read_dataset
+from selftpt.config import AdaptConfig, BenchConfig, LearnConfig, PredictConfig, change, kind_of
+from selftpt.data.datasets import read_dataset
+from selftpt.data.decoding import ImageError, open_image
+from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.evaluation.protocols import PROTOCOLS, Bench
 from selftpt.evaluation.protocols import Run as Trial
 from selftpt.evaluation.runs import Record, Runs
-from selftpt.images import PictureError, Source, open_picture
 from selftpt.learning import learn
 from selftpt.methods import METHODS
-from selftpt.settings import AdaptConfig, BenchConfig, LearnConfig, PredictConfig, change, kind_of
 from selftpt.training import RunFiles
 from tests.commands import Run, refused
 from tests.folders import make_generated, make_model, make_photos
@@ -57,7 +58,7 @@ def slowly(source: Source, weights: torch.Tensor) -> float:
     """Per cent of pictures, each opened and looked at alone, that are nearest to their own class."""
     eyes, right = model(), 0
     for path, label in zip(source.paths, source.labels, strict=True):
-        feature = eyes.encode_images(eyes.preprocess(open_picture(path))[None])
+        feature = eyes.encode_images(eyes.preprocess(open_image(path))[None])
         right += int((feature @ weights.t()).argmax()) == label
     return 100 * right / len(source.paths)
 
@@ -191,9 +192,9 @@ def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "name", "calls"),
     [
-        (selftpt.features, "write_tensors", 0),
-        (selftpt.features, "write_tensors", 3),
-        (selftpt.features, "write_tensors", 9),
+        (selftpt.data.features, "write_tensors", 0),
+        (selftpt.data.features, "write_tensors", 3),
+        (selftpt.data.features, "write_tensors", 9),
         (RunFiles, "keep", 1),
         (RunFiles, "keep", 3),
         (RunFiles, "finish", 0),
@@ -206,8 +207,8 @@ def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_killed_run_goes_on_to_the_same_records(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, calls: int
 ) -> None:
-    monkeypatch.setattr(selftpt.features, "GROUP", 2)
-    monkeypatch.setattr(selftpt.features, "PACK_SECONDS", -1)
+    monkeypatch.setattr(selftpt.data.features, "GROUP", 2)
+    monkeypatch.setattr(selftpt.data.features, "PACK_SECONDS", -1)
     jobs = ["clip", "coop", "self-tpt"], ["eurosat"], [1, 2]
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
     wanted = do(bench("base-to-new", data, tmp_path / "undisturbed"), *jobs)
@@ -244,7 +245,7 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", "eurosat")
     (root / "2750" / "Forest" / "Forest_8.jpg").write_text("no picture")  # a test picture
     (root / "2750" / "AnnualCrop" / "AnnualCrop_1.jpg").write_text("no picture")  # one to learn from
-    told: list[PictureError] = []
+    told: list[ImageError] = []
     first = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
     (record,) = do(first, ["coop"], ["eurosat"], [1])
     assert record["results"]["base"]["pictures"] == 5

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
+from selftpt.config import AdaptConfig, LearnConfig
+from selftpt.data.sources import Source, read_folder
 from selftpt.errors import SelfTPTError
-from selftpt.images import Source, read_folder
 from selftpt.learning import learn_from_features
 from selftpt.methods import METHODS, Job, ship
 from selftpt.methods.ship import (
@@ -27,9 +28,8 @@ from selftpt.methods.ship import (
     initial_autoencoder,
     learn_generator,
 )
+from selftpt.models.tokenizer import class_tokens, tokenize
 from selftpt.prompt import Prompt
-from selftpt.settings import AdaptConfig, LearnConfig
-from selftpt.tokens import class_tokens, tokenize
 from selftpt.training import RunFiles, source_features
 from tests.folders import make_photos
 from tests.oracle import plain

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selftpt import SelfTPTError
-from selftpt.features import Look
+from selftpt.config import ContrastConfig
+from selftpt.data.features import ViewSpec
 from selftpt.methods import METHODS, Job
 from selftpt.methods.swapprompt import Settings, objective, pseudo_labels, tune
+from selftpt.models.text import TextEncoder
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
-from selftpt.settings import ContrastConfig
-from selftpt.text import TextEncoder
-from selftpt.tokens import class_tokens
 from selftpt.training import learning_rate
 from tests.oracle import plain
 from tests.oracle import swapprompt as oracle
@@ -119,7 +119,7 @@ def test_the_method(tmp_path: Path) -> None:
     assert not torch.allclose(found, zero_shot, atol=1e-2)
     other = method.fit(Job(tiny.model, None, tmp_path, print), replace(chosen, seed=2))(NAMES, TEMPLATE)
     assert not torch.allclose(other(shown), found, atol=1e-5)
-    assert method.looks(Settings()) == [Look(), Look(4, 0)]
+    assert method.looks(Settings()) == [ViewSpec(), ViewSpec(4, 0)]
 
 
 def test_a_long_list_in_chunks_is_tuned_the_same() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selftpt import SelfTPTError
 from selftpt.adaptation import zero_shot
-from selftpt.features import Look
+from selftpt.data.features import ViewSpec
 from selftpt.methods import METHODS, Job, tda
 from selftpt.methods.tda import Settings, adapted_logits, keep, look
 from tests.oracle import tda as oracle
@@ -85,8 +85,8 @@ def test_the_method(tmp_path: Path) -> None:
         torch.testing.assert_close(found[place].double(), logits.softmax(-1), rtol=0, atol=1e-4)
     assert torch.equal(first(shown), found)
     assert not torch.allclose(second(shown), found)
-    assert method.looks(Settings()) == [Look()]
-    assert method.looks(Settings(views=64)) == [Look(), Look(63, 0, augmix=True)]
+    assert method.looks(Settings()) == [ViewSpec()]
+    assert method.looks(Settings(views=64)) == [ViewSpec(), ViewSpec(63, 0, augmix=True)]
 
 
 @pytest.mark.parametrize(

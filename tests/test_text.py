@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from open_clip.tokenizer import HFTokenizer
 from torch import Tensor
 
-from selftpt.settings import VIEWS
-from selftpt.text import PackedWalk, PlainWalk, TextEncoder, TextTower, before_name, encode_pairs, encode_template
-from selftpt.tokens import ClassTokens, Tokenizer, tokenize
+from selftpt.config import VIEWS
+from selftpt.models.text import (
+    PackedWalk,
+    PlainWalk,
+    TextEncoder,
+    TextTower,
+    before_name,
+    encode_pairs,
+    encode_template,
+)
+from selftpt.models.tokenizer import ClassTokens, Tokenizer, tokenize
 from tests.oracle import plain
 from tests.small import KINDS, SHORT, SPECS, Small, names_of, random_prompt, relative, small
 
@@ -202,7 +210,7 @@ def test_derivatives(kind: str, length: int) -> None:
 @pytest.mark.parametrize("kind", BOTH_WAYS)
 def test_chunked(kind: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked features, pulled-back gradients and second derivatives equal those of the whole list."""
-    monkeypatch.setattr("selftpt.text.WIDE", wide)
+    monkeypatch.setattr("selftpt.models.text.WIDE", wide)
     model = small(kind, torch.float64)
     names, length = names_of([4, 1, 12, 1, 2, 4, 9]), 3
     prompt = random_prompt(model, length)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
 from selftpt.errors import SelfTPTError
-from selftpt.tokens import Tokenizer, clean_name, tokenize
+from selftpt.models.tokenizer import Tokenizer, clean_name, tokenize
 from tests.small import KINDS, Frame, Pieces, PiecesTokenizer, name_of, small
 
 OPEN_CLIP = SimpleTokenizer()

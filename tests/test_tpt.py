@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selftpt.config import LearnConfig
+from selftpt.data.sources import read_folder
 from selftpt.errors import SelfTPTError
-from selftpt.images import read_folder
 from selftpt.methods import METHODS, Job, c_tpt, tpt
 from selftpt.methods.c_tpt import dispersion
 from selftpt.methods.tpt import Tuner, mean_entropy, most_confident
-from selftpt.settings import LearnConfig
 from tests.folders import make_photos
 from tests.oracle import tpt as oracle
 from tests.small import Small, model, relative, small

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from selftpt.classifier import Classifier
+from selftpt.config import AdaptConfig
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.methods import METHODS, Job, Predictor
 from selftpt.methods.visdesc import Settings, relative_clause
-from selftpt.settings import AdaptConfig
 from tests.commands import Run, refused
 from tests.folders import make_model, make_photos
 from tests.oracle import described
@@ -81,7 +81,7 @@ def test_many_sentences_in_chunks_are_the_same(file: Path, monkeypatch: pytest.M
     tiny = small("vit", torch.float64)
     whole = predictor(file, small=tiny)
     monkeypatch.setattr(AdaptConfig, "chunk", 2)
-    monkeypatch.setattr("selftpt.text.WIDE", 2)
+    monkeypatch.setattr("selftpt.models.text.WIDE", 2)
     chunked = predictor(file, small=tiny)
     assert isinstance(whole, Classifier)
     assert isinstance(chunked, Classifier)

@@ -16,9 +16,9 @@ from open_clip.transformer import QuickGELU, VisionTransformer
 from PIL import Image
 from torch import Tensor, nn
 
-from selftpt.images import Preprocess
+from selftpt.data.transforms import Preprocess
 from selftpt.models import Model
-from selftpt.vision import ImageTower, fold
+from selftpt.models.image import ImageTower, fold
 from tests.small import KINDS, SPECS, perturb, relative, small
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from selftpt.datasets import DATASETS
+from selftpt.data.datasets import DATASETS
 
 # The picture of a number, below the dataset's folder of pictures, and the name of its class in the published split.
 LISTED = {

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from selftpt.datasets import DATASETS, half
-from selftpt.datasets.splits import read_rows, to_sources
+from selftpt.data.datasets import DATASETS, half
+from selftpt.data.datasets.splits import read_rows, to_sources
 from selftpt.errors import SelfTPTError, told_in_one_line
 
 BASE_AND_NEW = {  # test pictures of the first and the second half of the classes

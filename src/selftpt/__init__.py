@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from selftpt.config import AdaptConfig, ContrastConfig, LearnConfig, PredictConfig
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.settings import AdaptConfig, ContrastConfig, LearnConfig, PredictConfig
 from selftpt.version import __version__
 
 if TYPE_CHECKING:
     from selftpt.adaptation import adapt, zero_shot
     from selftpt.classifier import Classifier, Prediction
-    from selftpt.images import Source
+    from selftpt.data.sources import Source
     from selftpt.learning import learn
     from selftpt.models import Model, list_models, load_model
     from selftpt.prompt import Prompt
@@ -41,7 +41,7 @@ _HEAVY = {  # these need torch and open_clip, which take seconds to import: on f
     "adapt": "adaptation",
     "Classifier": "classifier",
     "Prediction": "classifier",
-    "Source": "images",
+    "Source": "data.sources",
     "learn": "learning",
     "Model": "models",
     "list_models": "models",

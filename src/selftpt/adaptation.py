@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from selftpt.classifier import Classifier
+from selftpt.config import VIEWS, AdaptConfig, ContrastConfig, View
 from selftpt.errors import SelfTPTError
 from selftpt.losses import Head
 from selftpt.models import Model
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import Task, contrast_step
 from selftpt.progress import Bar
 from selftpt.prompt import Prompt
-from selftpt.settings import VIEWS, AdaptConfig, ContrastConfig, View
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import class_tokens
 
 
 def zero_shot(

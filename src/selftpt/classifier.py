@@ -14,11 +14,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from selftpt.config import PredictConfig
+from selftpt.data.decoding import ImageError, open_image, warn_of
+from selftpt.data.sources import find_images, is_place
+from selftpt.data.threads import in_threads
 from selftpt.errors import SelfTPTError
 from selftpt.files import read_tensors, write_tensors
-from selftpt.images import PictureError, find_pictures, in_threads, is_place, open_picture, warn_of
 from selftpt.models import Model, ModelId, load_model
-from selftpt.settings import PredictConfig
 from selftpt.version import __version__
 
 Picture = str | os.PathLike[str] | Image.Image | Tensor
@@ -95,7 +97,7 @@ class Classifier:
         pictures: Picture | Iterable[Picture],
         top: int | None = None,
         config: PredictConfig | None = None,
-        on_error: Callable[[PictureError], None] = warn_of,
+        on_error: Callable[[ImageError], None] = warn_of,
     ) -> Iterator[Prediction]:
         """Classify pictures, one after the other, in the order they come.
 
@@ -116,17 +118,17 @@ class Classifier:
         elif getattr(pictures, "ndim", 4) == 3:  # one tensor
             pictures = [pictures]  # type: ignore[list-item]
 
-        def look(picture: Picture) -> tuple[str | None, Tensor | PictureError]:
+        def look(picture: Picture) -> tuple[str | None, Tensor | ImageError]:
             path = os.fspath(picture) if isinstance(picture, str | os.PathLike) else None
             try:
                 return path, see(model, picture, config)
-            except PictureError as error:
+            except ImageError as error:
                 return path, error
 
         waiting: list[tuple[str | None, Tensor]] = []
         per_batch = max(1, config.batch // config.views)
         for path, seen in in_threads(look, _spread(pictures, on_error), ahead=2 * per_batch):
-            if isinstance(seen, PictureError):
+            if isinstance(seen, ImageError):
                 on_error(seen)
                 continue
             waiting.append((path, seen))
@@ -155,16 +157,16 @@ def best(probabilities: Tensor, names: Sequence[str], paths: Sequence[str | None
         yield Prediction(path, tuple(names[i] for i in labels), tuple(values), tuple(labels))
 
 
-def _spread(pictures: Iterable[Picture], on_error: Callable[[PictureError], None]) -> Iterator[Picture]:
+def _spread(pictures: Iterable[Picture], on_error: Callable[[ImageError], None]) -> Iterator[Picture]:
     """Folders and patterns as the pictures in them, everything else as it is."""
     for picture in pictures:
         if not isinstance(picture, str | os.PathLike) or not is_place(picture):
             yield picture
             continue
         try:
-            yield from find_pictures([picture])
+            yield from find_images([picture])
         except SelfTPTError as error:
-            on_error(PictureError(str(error)))
+            on_error(ImageError(str(error)))
 
 
 def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:
@@ -175,17 +177,17 @@ def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:
     if isinstance(picture, Tensor):
         if picture.is_floating_point():
             if tuple(picture.shape) != (3, *model.preprocess.size) or config.views > 1:
-                raise PictureError(
+                raise ImageError(
                     f"a float tensor must be one preprocessed picture of shape {(3, *model.preprocess.size)} "
                     f"and has no further views; this one has shape {tuple(picture.shape)}"
                 )
             return picture[None]
         if picture.dtype != torch.uint8 or picture.ndim != 3 or picture.shape[0] != 3:
-            raise PictureError(f"a tensor must be uint8 [3, H, W] or float, not {picture.dtype} {tuple(picture.shape)}")
+            raise ImageError(f"a tensor must be uint8 [3, H, W] or float, not {picture.dtype} {tuple(picture.shape)}")
         picture = Image.fromarray(picture.permute(1, 2, 0).cpu().numpy())
     if not isinstance(picture, str | os.PathLike | Image.Image):
-        raise PictureError(f"a picture is a path, a PIL image or a tensor, not a {type(picture).__name__}")
-    whole = open_picture(picture, config.max_megapixels)
+        raise ImageError(f"a picture is a path, a PIL image or a tensor, not a {type(picture).__name__}")
+    whole = open_image(picture, config.max_megapixels)
     return model.preprocess.views(whole, config.views - 1, random.Random(config.seed))
 
 

@@ -12,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selftpt.config import VIEWS, LearnConfig
+from selftpt.data.decoding import ImageError, warn_of
+from selftpt.data.sources import Source, read_folder
 from selftpt.files import check_writable, digest
-from selftpt.images import PictureError, Source, read_folder, warn_of
 from selftpt.losses import Head
 from selftpt.models import Model
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import ClassTokens, class_tokens
 from selftpt.objective import Batch, Task, joint_step
 from selftpt.prompt import Prompt, initial_context, initial_head
-from selftpt.settings import VIEWS, LearnConfig
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import ClassTokens, class_tokens
 from selftpt.training import Losses, RunFiles, State, source_features, train
 from selftpt.version import __version__
 
@@ -31,7 +32,7 @@ def learn(
     config: LearnConfig | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
-    on_error: Callable[[PictureError], None] = warn_of,
+    on_error: Callable[[ImageError], None] = warn_of,
 ) -> Prompt:
     """Learn a prompt from labelled pictures.
 

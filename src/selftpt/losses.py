@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt.settings import Matching, Reduction
+from selftpt.config import Matching, Reduction
 
 
 class Head(NamedTuple):

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from selftpt.config import ContrastConfig, LearnConfig
 from selftpt.losses import Head, cosine, cpt, cross_entropy, gradient_matching, moving_average, project
-from selftpt.settings import ContrastConfig, LearnConfig
-from selftpt.text import TextEncoder
+from selftpt.models.text import TextEncoder
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from selftpt.config import ContrastConfig
 from selftpt.errors import SelfTPTError
 from selftpt.files import read_tensors, write_tensors
 from selftpt.losses import Head
 from selftpt.models import EMBEDDED_FILES, Model, ModelId
-from selftpt.settings import ContrastConfig
 
 
 @dataclass(frozen=True, eq=False, repr=False)

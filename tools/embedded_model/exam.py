@@ -28,7 +28,7 @@ from selftpt.classifier import Classifier
 from selftpt.errors import SelfTPTError, told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.learning import learn_from_features
-from selftpt.tokens import class_tokens
+from selftpt.models.tokenizer import class_tokens
 from tools.embedded_model.export import rescaled, write_model
 from tools.embedded_model.ingredients import HOME, NAMES, UNSEEN, see
 

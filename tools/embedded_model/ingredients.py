@@ -18,7 +18,10 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from selftpt.images import Preprocess, in_threads, open_picture, pictures_in
+from selftpt.data.decoding import open_image
+from selftpt.data.sources import images_in
+from selftpt.data.threads import in_threads
+from selftpt.data.transforms import Preprocess
 from tools.embedded_model import above
 
 HOME = Path(__file__).resolve().parents[2]
@@ -48,11 +51,11 @@ def see(pictures: Path, work: Path, side: int | None = None) -> tuple[Tensor, Te
 
     side: cut to a square and made so small first, in pixels.
     """
-    paths = [(path, label) for label, wnid in enumerate(WNIDS) for path in pictures_in(pictures / wnid)]
+    paths = [(path, label) for label, wnid in enumerate(WNIDS) for path in images_in(pictures / wnid)]
     digest = hashlib.sha256("\0".join(str(path.resolve()) for path, _ in paths).encode()).hexdigest()[:16]
 
     def show(path: Path) -> Image.Image:
-        picture = open_picture(path)
+        picture = open_image(path)
         return ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture
 
     return look(paths, show, work / f"pictures-{digest}{f'-{side}' if side else ''}.safetensors")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, PromptFile, read_names, with_settings
-from selftpt.settings import AdaptConfig
+from selftpt.config import AdaptConfig
 
 
 @with_settings(options=ModelOptions, config=AdaptConfig)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selftpt.cli.options import Changes, Json, ModelOptions, parse_setting, with_settings
+from selftpt.config import BenchConfig
 from selftpt.errors import SelfTPTError
-from selftpt.settings import BenchConfig
 
 if TYPE_CHECKING:
+    from selftpt.data.decoding import ImageError
     from selftpt.evaluation.protocols import Bench, Run
     from selftpt.evaluation.runs import Record
-    from selftpt.images import PictureError
 
 
 KEPT_APART = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
@@ -65,7 +65,7 @@ def command(
     check_writable(runs.file)
     check_methods(wanted, changes)
 
-    def report(error: PictureError) -> None:
+    def report(error: ImageError) -> None:
         print(f"note: left out {error}", file=sys.stderr)
 
     bench = Bench(options.load(), protocol.value, data, runs, config, changes, report, source)
@@ -109,9 +109,9 @@ def whole_numbers(text: str) -> list[int]:
 
 def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
     """Refuse methods and settings that do not exist, and values that no setting takes."""
+    from selftpt.config import change, kind_of
     from selftpt.methods import METHODS
     from selftpt.methods.prediction import chosen_method
-    from selftpt.settings import change, kind_of
 
     if not methods:
         raise SelfTPTError(f"--methods names none: choose of {', '.join(METHODS)}")

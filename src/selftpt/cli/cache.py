@@ -18,7 +18,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Show the image features that are kept, and how much of the disk they take."""
-    from selftpt.features import shelves
+    from selftpt.data.features import shelves
     from selftpt.files import cache_folder
 
     found = [shelf for shelf in shelves() if part.lower() in f"{shelf.model}: {shelf.look}".lower()]

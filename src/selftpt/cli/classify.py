@@ -11,8 +11,8 @@ import typer
 
 from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, PromptFile, read_names, with_settings
 from selftpt.cli.predict import Format, FormatOption, listed, one_format, show_classified
+from selftpt.config import AdaptConfig, PredictConfig
 from selftpt.errors import SelfTPTError
-from selftpt.settings import AdaptConfig, PredictConfig
 
 if TYPE_CHECKING:
     from selftpt.classifier import Classifier
@@ -56,7 +56,7 @@ def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig)
     from selftpt.adaptation import adapt
     from selftpt.classifier import Classifier
     from selftpt.files import cache_folder, digest
-    from selftpt.tokens import class_tokens
+    from selftpt.models.tokenizer import class_tokens
     from selftpt.version import __version__
 
     key = digest(__version__, model.id.digest, prompt.digest, names, dataclasses.asdict(config))

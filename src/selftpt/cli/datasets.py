@@ -12,7 +12,7 @@ from selftpt.cli.options import Json
 from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
-    from selftpt.datasets import Spec
+    from selftpt.data.datasets import Spec
 
 
 def command(
@@ -23,7 +23,7 @@ def command(
     from rich.console import Console
     from rich.table import Table
 
-    from selftpt.datasets import COOP, DATASETS
+    from selftpt.data.datasets import COOP, DATASETS
     from selftpt.progress import Bar
 
     if data is not None and not data.is_dir():
@@ -69,7 +69,7 @@ def command(
 
 def _tell(name: str, spec: Spec, data: Path | None) -> dict[str, Any]:
     """What is known of a dataset and what is found of it: it is here, broken or missing, or None: not looked for."""
-    from selftpt.datasets import read_dataset
+    from selftpt.data.datasets import read_dataset
 
     folder = Path(spec.folder, spec.pictures)
     told: dict[str, Any] = {"name": name, "title": spec.title, "published": spec.size._asdict()}

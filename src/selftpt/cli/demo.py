@@ -42,15 +42,15 @@ def command(
     from rich.table import Table
 
     from selftpt.adaptation import adapt, zero_shot
+    from selftpt.data.decoding import open_image
     from selftpt.files import check_writable, write_whole
-    from selftpt.images import open_picture
     from selftpt.models import load_model
     from selftpt.prompt import Prompt
     from selftpt.sheet import Tile, contact_sheet
 
     check_writable(out)
     names = [*SHOWN.values(), *OTHERS]
-    pictures = [open_picture(Path(spec.origin).parent / "data" / file) for file in SHOWN]
+    pictures = [open_image(Path(spec.origin).parent / "data" / file) for file in SHOWN]
     begin = time.monotonic()
     model = load_model()
     loaded = time.monotonic()

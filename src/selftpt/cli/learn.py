@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from selftpt.cli.options import Json, ModelOptions, with_settings
-from selftpt.settings import LearnConfig
+from selftpt.config import LearnConfig
 
 
 @with_settings(options=ModelOptions, config=LearnConfig)
@@ -21,8 +21,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Learn a prompt from labelled pictures (stage 1). Killed and started again, it goes on where it was."""
+    from selftpt.data.sources import read_folder
     from selftpt.files import check_writable
-    from selftpt.images import read_folder
     from selftpt.learning import learn
 
     check_writable(out)

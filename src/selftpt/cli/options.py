@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 import typer
 
+from selftpt.config import Precision, setting
 from selftpt.errors import SelfTPTError
-from selftpt.settings import Precision, setting
 
 if TYPE_CHECKING:
     from selftpt.models import Model, ModelId

@@ -24,14 +24,14 @@ from selftpt.cli.options import (
     read_names,
     with_settings,
 )
+from selftpt.config import ContrastConfig, PredictConfig
 from selftpt.errors import SelfTPTError
-from selftpt.settings import ContrastConfig, PredictConfig
 
 if TYPE_CHECKING:
     from selftpt.classifier import Classifier, Prediction
-    from selftpt.images import PictureError
+    from selftpt.data.decoding import ImageError
 
-    Report = Callable[[PictureError], None]
+    Report = Callable[[ImageError], None]
 
 
 class Format(StrEnum):
@@ -106,11 +106,11 @@ def one_format(format: Format, as_json: bool) -> Format:
 
 def listed(pictures: list[str]) -> Iterable[Path]:
     """The pictures asked for; what is missing is refused now, except in a list on standard input."""
-    from selftpt.images import find_pictures
+    from selftpt.data.sources import find_images
 
     if "-" in pictures:
-        return find_pictures(pictures, sys.stdin)
-    return list(find_pictures(pictures))
+        return find_images(pictures, sys.stdin)
+    return list(find_images(pictures))
 
 
 def show_classified(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
@@ -126,10 +126,10 @@ def show(
     predict: Callable[[Report], Iterator[Prediction]], paths: Iterable[Path], format: Format, meaningless: bool
 ) -> None:
     """Print predictions as they come; exit code 2 if no picture could be used."""
-    failed: list[PictureError] = []
+    failed: list[ImageError] = []
     alone = isinstance(paths, list) and len(paths) == 1
 
-    def report(error: PictureError) -> None:
+    def report(error: ImageError) -> None:
         failed.append(error)
         if not alone:
             print(f"note: left out {error}", file=sys.stderr)

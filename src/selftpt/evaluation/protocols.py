@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 
-from selftpt.datasets import DATASETS, Dataset, read_dataset
-from selftpt.datasets.sampling import fraction, half, limit, some_classes
+from selftpt.config import BenchConfig, ContrastConfig, change, kind_of
+from selftpt.data.datasets import DATASETS, Dataset, read_dataset
+from selftpt.data.datasets.sampling import fraction, half, limit, some_classes
+from selftpt.data.decoding import ImageError, warn_of
+from selftpt.data.features import stamp
+from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
 from selftpt.evaluation.measures import harmonic, measure
 from selftpt.evaluation.memory import forget_peak, peak_megabytes
 from selftpt.evaluation.runs import Record, Runs
-from selftpt.features import stamp
 from selftpt.files import digest
-from selftpt.images import PictureError, Source, warn_of
 from selftpt.methods import METHODS, Eyes, Fitted, Job, Predictor
 from selftpt.models import Model
-from selftpt.settings import BenchConfig, ContrastConfig, change, kind_of
 from selftpt.version import __version__
 
 VERSIONS = ("selftpt", "torch", "torchvision", "open_clip_torch", "timm", "pillow")
@@ -78,7 +79,7 @@ class Bench:
     runs: Runs
     config: BenchConfig = field(default_factory=BenchConfig)
     changes: Mapping[str, Any] = field(default_factory=dict)
-    on_error: Callable[[PictureError], None] = warn_of
+    on_error: Callable[[ImageError], None] = warn_of
     source: str | None = None
 
     def __post_init__(self) -> None:
@@ -266,7 +267,7 @@ class Bench:
             raise SelfTPTError(f"none of the {len(test.paths)} test pictures can be read, the first is {test.paths[0]}")
         return measure(torch.cat(answers), torch.tensor(test.labels)[torch.cat(seen)])
 
-    def _report(self, error: PictureError) -> None:
+    def _report(self, error: ImageError) -> None:
         self._unreadable += 1
         self.on_error(error)
 

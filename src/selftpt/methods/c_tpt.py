@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from selftpt.config import at_least, setting
 from selftpt.methods import tpt
 from selftpt.methods.method import Fitted, Job, Method
-from selftpt.settings import at_least, setting
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftpt.config import PROMPT_ALONE, TrainConfig
 from selftpt.losses import Head, cross_entropy, project
 from selftpt.methods.method import Fitted, Job, Method, Predictor
+from selftpt.models.text import TextEncoder
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.progress import Bar
 from selftpt.prompt import initial_context
-from selftpt.settings import PROMPT_ALONE, TrainConfig
-from selftpt.text import TextEncoder
-from selftpt.tokens import class_tokens
 from selftpt.training import Losses, RunFiles, State, train
 
 NARROWING = 16  # of the network's hidden layer, against the features

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftpt.config import TrainConfig, View
 from selftpt.models import Model
+from selftpt.models.text import TextEncoder
+from selftpt.models.tokenizer import ClassTokens
 from selftpt.objective import Batch, prompt_gradient
 from selftpt.prompt import initial_context
-from selftpt.settings import TrainConfig, View
-from selftpt.text import TextEncoder
-from selftpt.tokens import ClassTokens
 from selftpt.training import Losses, RunFiles, State, train
 
 ClassLoss = Callable[[Tensor, Batch], Tensor]  # class features [C, D], of any length, and pictures

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from selftpt.adaptation import adapt
+from selftpt.config import AdaptConfig, LearnConfig, setting
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method
-from selftpt.settings import AdaptConfig, LearnConfig, setting
 
 Recipe = Literal["paper", "coop"]
 MANY = 500  # classes of ImageNet's base half, from which on CoOp takes 50 epochs

@@ -16,14 +16,16 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from selftpt.config import setting
+from selftpt.data.decoding import ImageError, open_image
+from selftpt.data.features import Stamp, ViewSpec, stamp
+from selftpt.data.sources import images_in
+from selftpt.data.transforms import Preprocess
 from selftpt.errors import SelfTPTError
-from selftpt.features import Look, Stamp, stamp
 from selftpt.files import cache_folder, digest, write_whole
-from selftpt.images import PictureError, Preprocess, open_picture, pictures_in
 from selftpt.methods import tpt
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import best_device, quiet
-from selftpt.settings import setting
 
 AUTHORS_MODEL = "lambdalabs/sd-image-variations-diffusers@v2.0"
 GROUP = 4  # pictures that the diffusion model makes at once
@@ -64,7 +66,7 @@ class LearnedSettings(DiffusionConfig, tpt.LearnedSettings):
 
 
 @dataclass(frozen=True)
-class Generated(Look):
+class Generated(ViewSpec):
     """`crops` pictures made of a picture, in FOLDER/<name of the picture's folder>/<name of the picture>/.
 
     diffusion: the model that makes those that are missing, or none.
@@ -93,24 +95,24 @@ class Generated(Look):
             return super().stamp(path)
         return *super().stamp(path), digest([stamp(made) for made in _pictures(self.place(path))])
 
-    def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | PictureError:
+    def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | ImageError:
         try:
             if self.diffusion and len(_pictures(self.place(path))) < self.crops:
                 self._make(path)
             found = _pictures(self.place(path))[: self.crops]
             if len(found) < self.crops:
-                return PictureError(
+                return ImageError(
                     f"{path}: {self.place(path)} has {len(found)} generated pictures of {self.crops}: put them there, "
                     f"or have them made by diffusion={AUTHORS_MODEL}"
                 )
             chosen = found if only is None else [found[only]]
-            return torch.stack([preprocess(open_picture(made, self.max_megapixels)) for made in chosen])
-        except PictureError as error:
+            return torch.stack([preprocess(open_image(made, self.max_megapixels)) for made in chosen])
+        except ImageError as error:
             return error
 
     def _make(self, path: Path) -> None:
         """Make the pictures that are missing; each has a seed of its own, and groups are always the same."""
-        picture, place = open_picture(path, self.max_megapixels), self.place(path)
+        picture, place = open_image(path, self.max_megapixels), self.place(path)
         for start in range(0, self.crops, GROUP):
             files = {i: place / f"{i:03d}.png" for i in range(start, min(start + GROUP, self.crops))}
             if all(file.exists() for file in files.values()):
@@ -169,7 +171,7 @@ def _variations(
 
 
 def _pictures(folder: Path) -> list[Path]:
-    return pictures_in(folder) if folder.is_dir() else []
+    return images_in(folder) if folder.is_dir() else []
 
 
 def near_and_confident(logits: Tensor, near: float, confident: float) -> Tensor:
@@ -216,13 +218,13 @@ def _check(config: DiffusionConfig) -> None:
         )
 
 
-def looks(settings: DiffusionConfig) -> list[Look]:
+def looks(settings: DiffusionConfig) -> list[ViewSpec]:
     """TPT's, and as many generated pictures as crops."""
     if settings.views == 1:
         return tpt.looks(settings)
     made_by = settings.diffusion, settings.guidance, settings.denoising
     folder = settings.generated or str(cache_folder() / "generated" / digest(*made_by))
-    return [*tpt.looks(settings), Generated(settings.views - 1, None, Look.max_megapixels, False, folder, *made_by)]
+    return [*tpt.looks(settings), Generated(settings.views - 1, None, ViewSpec.max_megapixels, False, folder, *made_by)]
 
 
 REFERENCE = "Feng et al., ICCV 2023"

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
+from selftpt.config import VIEWS, ContrastConfig, TrainConfig, setting
 from selftpt.losses import cross_entropy
 from selftpt.methods.contexts import class_vectors, learn_contexts
 from selftpt.methods.method import Fitted, Job, Method
+from selftpt.models.text import encode_template
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import Batch
-from selftpt.settings import VIEWS, ContrastConfig, TrainConfig, setting
-from selftpt.text import encode_template
-from selftpt.tokens import class_tokens
 from selftpt.training import RunFiles
 
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from selftpt.classifier import Classifier
+from selftpt.config import PROMPT_ALONE, ContrastConfig, TrainConfig, above, at_least, setting
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.models import Model
+from selftpt.models.image import ImageTower
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.prompt import initial_context
-from selftpt.settings import PROMPT_ALONE, ContrastConfig, TrainConfig, above, at_least, setting
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import class_tokens
 from selftpt.training import Crops, Losses, RunFiles, State, seeded, source_crops, source_features, train
-from selftpt.vision import ImageTower
 
 NORMS = {"ln_1", "ln_2", "norm1", "norm2"}  # of a transformer's blocks, by open_clip and by timm
 NORMS_RATE = 0.1

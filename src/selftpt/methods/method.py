@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selftpt.config import LearnConfig, TrainConfig
+from selftpt.data.decoding import ImageError
+from selftpt.data.features import FeatureStore, ViewSpec, stamp
+from selftpt.data.sources import Source
+from selftpt.data.threads import in_threads
 from selftpt.errors import SelfTPTWarning
-from selftpt.features import FeatureStore, Look, stamp
 from selftpt.files import digest, read_tensors, write_tensors
-from selftpt.images import PictureError, Source, in_threads
 from selftpt.learning import learn
 from selftpt.models import Model
 from selftpt.prompt import Prompt
-from selftpt.settings import LearnConfig, TrainConfig
 from selftpt.training import RunFiles, source_features
 from selftpt.version import __version__
 
@@ -40,7 +42,7 @@ class Job:
     model: Model
     source: Source | None
     folder: Path
-    on_error: Callable[[PictureError], None]
+    on_error: Callable[[ImageError], None]
     unreadable: int = 0
 
     @property
@@ -128,7 +130,7 @@ class Method:
     fit: Callable[[Job, Any], Fitted]
     cost: str = "1 view"
     needs: str = "features"
-    looks: Callable[[Any], Sequence[Look]] = lambda _settings: [Look()]
+    looks: Callable[[Any], Sequence[ViewSpec]] = lambda _settings: [ViewSpec()]
     pixels: Callable[[Any, Model], bool] = lambda _settings, _model: False
     whole: bool = False
     reads: Callable[[Any], Sequence[Path]] = lambda _settings: ()
@@ -160,9 +162,9 @@ class Method:
 class Eyes:
     """Shows pictures to predictors: features, which are kept, wherever they will do."""
 
-    def __init__(self, model: Model, on_error: Callable[[PictureError], None]) -> None:
+    def __init__(self, model: Model, on_error: Callable[[ImageError], None]) -> None:
         self.model, self.on_error = model, on_error
-        self._stores: dict[Look, FeatureStore] = {}
+        self._stores: dict[ViewSpec, FeatureStore] = {}
 
     def __call__(self, method: Method, settings: Any, paths: Sequence[Path]) -> Iterator[tuple[Tensor, Tensor]]:
         """Block by block, the indices of pictures that can be used [n] and what is shown of them [n, V, ...].
@@ -179,7 +181,7 @@ class Eyes:
             if len(usable):
                 yield start + usable, shown
 
-    def _features(self, looks: Sequence[Look], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
+    def _features(self, looks: Sequence[ViewSpec], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
         usable, parts = torch.arange(len(paths)), list[Tensor]()
         for look in looks:
             if look not in self._stores:
@@ -190,15 +192,15 @@ class Eyes:
                 usable, parts = usable[~bad], [part[~bad] for part in parts]
         return usable, torch.cat(parts, 1)
 
-    def _pixels(self, looks: Sequence[Look], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
-        def cut(path: Path) -> Tensor | PictureError:
+    def _pixels(self, looks: Sequence[ViewSpec], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
+        def cut(path: Path) -> Tensor | ImageError:
             cuts = [look.cut(self.model.preprocess, path) for look in looks]
-            errors = [cut for cut in cuts if isinstance(cut, PictureError)]
+            errors = [cut for cut in cuts if isinstance(cut, ImageError)]
             return errors[0] if errors else torch.cat([cut for cut in cuts if isinstance(cut, Tensor)])
 
         usable, shown = [], []
         for i, seen in enumerate(in_threads(cut, paths, ahead=len(paths))):
-            if isinstance(seen, PictureError):
+            if isinstance(seen, ImageError):
                 self.on_error(seen)
             else:
                 usable.append(i)

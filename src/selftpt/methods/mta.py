@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
+from selftpt.config import PredictConfig, above, at_least, setting
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import views_of
-from selftpt.settings import PredictConfig, above, at_least, setting
 
 ROUNDS = 5  # of the whole, and of each of its two steps
 NEIGHBOURS = 0.3  # of the other views, those that a view's bandwidth is measured by

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from selftpt.classifier import Prediction, best
+from selftpt.config import ContrastConfig, change, kind_of
+from selftpt.data.decoding import ImageError, warn_of
+from selftpt.data.sources import read_folder
 from selftpt.errors import SelfTPTError
 from selftpt.files import cache_folder
-from selftpt.images import PictureError, read_folder, warn_of
 from selftpt.methods import METHODS, Eyes, Job, Method
 from selftpt.models import Model
-from selftpt.settings import ContrastConfig, change, kind_of
 
 
 def chosen_method(name: str) -> Method:
@@ -46,14 +47,14 @@ class MethodPredictor:
         names: Sequence[str],
         template: str = ContrastConfig.template,
         source: str | Path | None = None,
-        on_error: Callable[[PictureError], None] = warn_of,
+        on_error: Callable[[ImageError], None] = warn_of,
     ) -> None:
         self.model, self.method, self.settings, self.names = model, method, settings, tuple(names)
         job = Job(model, None if source is None else read_folder(source), cache_folder() / "learned", on_error)
         self.predictor = method.fit(job, settings)(self.names, template)
 
     def predict(
-        self, paths: Sequence[Path], top: int = 5, on_error: Callable[[PictureError], None] = warn_of
+        self, paths: Sequence[Path], top: int = 5, on_error: Callable[[ImageError], None] = warn_of
     ) -> Iterator[Prediction]:
         """Classify pictures, in order; those that cannot be used are left out, which `on_error` is told."""
         for usable, shown in Eyes(self.model, on_error)(self.method, self.settings, paths):

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
+from selftpt.config import PROMPT_ALONE, VIEWS, TrainConfig, View, at_least, setting
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
+from selftpt.models.text import TextEncoder
+from selftpt.models.tokenizer import ClassTokens, class_tokens
 from selftpt.objective import Batch
 from selftpt.prompt import initial_context
-from selftpt.settings import PROMPT_ALONE, VIEWS, TrainConfig, View, at_least, setting
-from selftpt.text import TextEncoder
-from selftpt.tokens import ClassTokens, class_tokens
 from selftpt.training import Losses, RunFiles, State, batches, train
 
 

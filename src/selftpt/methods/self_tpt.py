@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from selftpt.adaptation import adapt
 from selftpt.classifier import merge_views
+from selftpt.config import AdaptConfig, LearnConfig, PredictConfig, setting
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import views_of
-from selftpt.settings import AdaptConfig, LearnConfig, PredictConfig, setting
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
+from selftpt.config import AdaptConfig, LearnConfig, TrainConfig, above, setting
 from selftpt.files import digest
 from selftpt.learning import learn_from_features
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
+from selftpt.models.text import encode_pairs
+from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
 from selftpt.prompt import Prompt, initial_context
-from selftpt.settings import AdaptConfig, LearnConfig, TrainConfig, above, setting
-from selftpt.text import encode_pairs
-from selftpt.tokens import ClassTokens, class_tokens, clean_name
 from selftpt.training import Losses, RunFiles, State, seeded, source_features, train
 
 Ids = Sequence[Sequence[int]]  # token ids of class names

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftpt.config import ContrastConfig, PredictConfig, TrainConfig, at_least, setting
+from selftpt.data.features import ViewSpec
 from selftpt.errors import SelfTPTError
-from selftpt.features import Look
 from selftpt.losses import cross_entropy
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.models import Model
+from selftpt.models.text import TextEncoder, encode_template
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.prompt import initial_context
-from selftpt.settings import ContrastConfig, PredictConfig, TrainConfig, at_least, setting
-from selftpt.text import TextEncoder, encode_template
-from selftpt.tokens import class_tokens
 from selftpt.training import Losses, RunFiles, State, train
 
 
@@ -129,10 +129,10 @@ def fit(job: Job, settings: Settings) -> Fitted:
     return predictor
 
 
-def looks(settings: Settings) -> list[Look]:
+def looks(settings: Settings) -> list[ViewSpec]:
     """The picture, and the crops."""
     limit = settings.max_megapixels
-    return [Look(max_megapixels=limit), Look(settings.crops or 0, PredictConfig.seed, limit)]
+    return [ViewSpec(max_megapixels=limit), ViewSpec(settings.crops or 0, PredictConfig.seed, limit)]
 
 
 SWAPPROMPT = Method(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
+from selftpt.config import PredictConfig, above, at_least, setting
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import choose_views, confident_views, entropy, views_of
-from selftpt.settings import PredictConfig, above, at_least, setting
 
 BLOCK = 512  # pictures that are compared with the caches at once
 CONFIDENT = 0.1  # the share of the views that is averaged, if there are several

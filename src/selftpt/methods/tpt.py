@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from selftpt.config import PROMPT_ALONE, AdaptConfig, LearnConfig, PredictConfig, setting
+from selftpt.data.features import ViewSpec
 from selftpt.errors import SelfTPTError
-from selftpt.features import Look
 from selftpt.methods.coop import COOP
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.methods.views import confident_views, views_of
 from selftpt.models import Model
+from selftpt.models.text import TextEncoder
+from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.progress import Bar
-from selftpt.settings import PROMPT_ALONE, AdaptConfig, LearnConfig, PredictConfig, setting
-from selftpt.text import TextEncoder
-from selftpt.tokens import class_tokens
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def fit_learned(job: Job, settings: LearnedSettings) -> Fitted:
     return lambda names, _template: tuner(job.model, names, prompt, settings)
 
 
-def looks(settings: TuneConfig) -> list[Look]:
+def looks(settings: TuneConfig) -> list[ViewSpec]:
     """The picture, and its crops."""
     return views_of(settings.views, settings.augmix)
 

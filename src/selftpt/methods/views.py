@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selftpt.features import Look
-from selftpt.settings import PredictConfig
+from selftpt.config import PredictConfig
+from selftpt.data.features import ViewSpec
 
 
-def views_of(views: int, augmix: bool = False) -> list[Look]:
+def views_of(views: int, augmix: bool = False) -> list[ViewSpec]:
     """The picture, and random crops up to so many views: the crops of `predict`, so that all share their features."""
-    return [Look(), Look(views - 1, PredictConfig.seed, augmix=augmix)] if views > 1 else [Look()]
+    return [ViewSpec(), ViewSpec(views - 1, PredictConfig.seed, augmix=augmix)] if views > 1 else [ViewSpec()]
 
 
 def entropy(probabilities: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
+from selftpt.config import AdaptConfig, ContrastConfig, setting
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
-from selftpt.settings import AdaptConfig, ContrastConfig, setting
-from selftpt.text import encode_template
-from selftpt.tokens import ClassTokens, class_tokens, clean_name
+from selftpt.models.text import encode_template
+from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
 
 SHOWN = 5  # missing names that an error tells
 

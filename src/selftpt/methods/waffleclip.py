@@ -13,9 +13,9 @@ from fractions import Fraction
 
 from open_clip.tokenizer import SimpleTokenizer
 
+from selftpt.config import PredictConfig, above, setting
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.methods.visdesc import described, relative_clause
-from selftpt.settings import PredictConfig, above, setting
 
 CHARACTERS = string.ascii_letters + string.digits
 SHORTEST = 4  # letters of a word

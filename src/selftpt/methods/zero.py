@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
+from selftpt.config import PredictConfig, setting
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.methods.views import confident_views, views_of
-from selftpt.settings import PredictConfig, setting
 
 
 @dataclass(frozen=True)

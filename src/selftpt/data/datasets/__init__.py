@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from selftpt.datasets import splits
-from selftpt.datasets.sampling import fraction, half, limit, some_classes
-from selftpt.datasets.table import COOP, DATASETS, Spec
+from selftpt.data.datasets import splits
+from selftpt.data.datasets.sampling import fraction, half, limit, some_classes
+from selftpt.data.datasets.table import COOP, DATASETS, Spec
+from selftpt.data.sources import Source, read_folder
 from selftpt.errors import SelfTPTError
-from selftpt.images import Source, read_folder
 
 __all__ = ["COOP", "DATASETS", "Dataset", "Spec", "fraction", "half", "limit", "read_dataset", "some_classes"]
 

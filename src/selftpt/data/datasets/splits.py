@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from selftpt.datasets.sampling import by_label
-from selftpt.datasets.table import Lists, Spec
+from selftpt.data.datasets.sampling import by_label
+from selftpt.data.datasets.table import Lists, Spec
+from selftpt.data.decoding import SUFFIXES
+from selftpt.data.sources import Source, images_in
 from selftpt.errors import SelfTPTError
-from selftpt.images import SUFFIXES, Source, pictures_in
 
 Row = tuple[str, int, str]  # a picture's path below its folder, label and class name
 MADE = "made here: 50/20/30 % of each class, seed 1"
@@ -108,7 +109,7 @@ def read_classes(folder: Path, spec: Spec) -> Source:
     """All pictures below a folder, by the class that each one's path tells."""
     assert spec.class_of is not None
     groups: dict[str, list[Path]] = {}
-    for path in pictures_in(folder):
+    for path in images_in(folder):
         groups.setdefault(spec.class_of(path.relative_to(folder).as_posix()), []).append(path)
     groups = {key: groups[key] for key in sorted(groups) if spec.name_of(key)}
     if len(groups) < 2:

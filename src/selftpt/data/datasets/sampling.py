@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
-from selftpt.images import Source
 
 
 def half(source: Source, new: bool) -> Source:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from selftpt.config import ContrastConfig
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.settings import ContrastConfig
 
 
 class Tokenizer:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from selftpt.blocks import Block, is_known
-from selftpt.settings import VIEWS, View
-from selftpt.tokens import ClassTokens, Tokenizer
+from selftpt.config import VIEWS, View
+from selftpt.models.blocks import Block, is_known
+from selftpt.models.tokenizer import ClassTokens, Tokenizer
 
 WIDE = 64  # classes that a packed walk without a graph takes at once, at least: it needs little memory for each
 KeyValue = tuple[Tensor, Tensor]  # of one layer, each [H, 1 or n, rows, D]

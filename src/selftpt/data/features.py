@@ -18,9 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from selftpt.data.decoding import ImageError, open_image, warn_of
+from selftpt.data.threads import in_threads
+from selftpt.data.transforms import Preprocess
 from selftpt.errors import SelfTPTError
 from selftpt.files import cache_folder, digest, read_tensors, write_tensors
-from selftpt.images import PictureError, Preprocess, in_threads, open_picture, warn_of
 from selftpt.models import Model
 from selftpt.progress import Bar
 from selftpt.version import __version__
@@ -31,7 +33,7 @@ PACK_SECONDS = 5.0  # of work in one pack: what a killed run loses at most
 
 
 @dataclass(frozen=True)
-class Look:
+class ViewSpec:
     """What the image tower is shown of a picture: itself, or so many random resized crops.
 
     seed: of the crops, or None where each picture has its own, by its name and its folder's.
@@ -62,11 +64,11 @@ class Look:
         """What tells a picture, and is no longer the same when the look at it has changed."""
         return stamp(path)
 
-    def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | PictureError:
+    def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | ImageError:
         """The views of a picture, uint8 [views, 3, S, S], or of its crops only one, or why there are none."""
         try:
-            picture = open_picture(path, self.max_megapixels)
-        except PictureError as error:
+            picture = open_image(path, self.max_megapixels)
+        except ImageError as error:
             return error
         seed = os.fsencode("/".join(path.absolute().parts[-2:])) if self.seed is None else self.seed
         return preprocess.views(picture, self.crops, random.Random(seed), not self.crops, self.augmix, only)
@@ -76,7 +78,7 @@ class FeatureStore:
     """The features of pictures by one model and one look."""
 
     def __init__(
-        self, model: Model, look: Look, on_error: Callable[[PictureError], None] = warn_of, batch: int = 64
+        self, model: Model, look: ViewSpec, on_error: Callable[[ImageError], None] = warn_of, batch: int = 64
     ) -> None:
         self.model, self.look, self.on_error, self.batch = model, look, on_error, batch
         self.folder = _folder() / digest(__version__, model.id.digest, model.precision, *look.key)
@@ -92,13 +94,13 @@ class FeatureStore:
         missing = [i for i, one in enumerate(stamps) if one not in self.kept]
         cuts = in_threads(lambda i: self.look.cut(self.model.preprocess, paths[i]), missing, ahead=size)
         fresh: dict[Stamp, Tensor] = {}
-        errors: dict[int, PictureError] = {}
+        errors: dict[int, ImageError] = {}
         begin = time.monotonic()
         with Bar("image features", len(missing) * self.look.views) as bar:
             for start in range(0, len(missing), size):
                 group = missing[start : start + size]
                 shown = {i: next(cuts) for i in group}
-                errors |= {i: cut for i, cut in shown.items() if isinstance(cut, PictureError)}
+                errors |= {i: cut for i, cut in shown.items() if isinstance(cut, ImageError)}
                 good = {i: cut for i, cut in shown.items() if isinstance(cut, Tensor)}
                 fresh |= zip((stamps[i] for i in good), self._encode(list(good.values())), strict=True)
                 bar.step(len(group) * self.look.views)

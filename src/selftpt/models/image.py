@@ -15,7 +15,7 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from selftpt.blocks import Block, is_known
+from selftpt.models.blocks import Block, is_known
 
 
 class ImageTower:

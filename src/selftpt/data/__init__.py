@@ -1,0 +1,1 @@
+"""Images in: decoding, transforms, sources, features, datasets."""

@@ -1,0 +1,99 @@
+"""What a model does to an image before its image tower, and random resized crops."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import Compose
+from torchvision.transforms.functional import pil_to_tensor
+
+from selftpt.data.augmix import augmix
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """What a model does to a picture before its image tower: one resize and crop, then mean and deviation."""
+
+    size: tuple[int, int]
+    mean: Tensor
+    std: Tensor
+    interpolation: Image.Resampling
+    _geometry: Callable[[Image.Image], Image.Image]
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Preprocess:
+        """From the preprocessing settings that open_clip keeps with a model."""
+        cfg = PreprocessCfg(**config)
+        height, width = (cfg.size, cfg.size) if isinstance(cfg.size, int) else tuple(cfg.size)[-2:]
+        resampling = Image.Resampling.BILINEAR if cfg.interpolation == "bilinear" else Image.Resampling.BICUBIC
+        *geometry, _to_tensor, normalize = image_transform_v2(cfg, is_train=False).transforms
+        mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
+        return cls((height, width), mean, std, resampling, Compose(geometry))
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """An RGB picture to the pixels the model sees: uint8 [3, S, S]."""
+        pixels: Tensor = pil_to_tensor(self._geometry(picture))
+        return pixels
+
+    def views(
+        self,
+        picture: Image.Image,
+        crops: int,
+        rng: random.Random,
+        whole: bool = True,
+        mixed: bool = False,
+        only: int | None = None,
+    ) -> Tensor:
+        """The picture itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S].
+
+        mixed: whether AugMix is applied to the crops. only: of the crops, the one of this number.
+        """
+        height, width = self.size
+        views = [self(picture)] if whole else []
+        for number in range(crops):
+            left, upper, right, lower = box = random_box(*picture.size, rng)
+            flip = rng.random() < 0.5
+            mixing = random.Random(rng.random()) if mixed else None
+            if only not in (None, number):
+                continue
+            # `crop` would do, but for the limit on pixels that Pillow has for the whole program.
+            crop = picture.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
+            crop = crop.resize((width, height), self.interpolation)
+            if flip:
+                crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            views.append(pil_to_tensor(augmix(crop, mixing) if mixing else crop))
+        return torch.stack(views)
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, S, S] in uint8 to the floats the image tower takes; floats stay as they are."""
+        if pixels.dtype != torch.uint8:
+            return pixels
+        return pixels.float().div_(255).sub_(self.mean.to(pixels.device)).div_(self.std.to(pixels.device))
+
+
+def random_box(
+    width: int, height: int, rng: random.Random, scale: tuple[float, float] = (0.08, 1.0)
+) -> tuple[int, int, int, int]:
+    """Left, upper, right and lower of a random resized crop: area in `scale`, aspect log-uniform in 3/4 to 4/3.
+
+    After ten boxes that do not fit, the largest central one of an allowed aspect.
+    """
+    low, high = 3 / 4, 4 / 3
+    for _ in range(10):
+        area = width * height * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(math.log(low), math.log(high)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, upper = rng.randint(0, width - w), rng.randint(0, height - h)
+            return left, upper, left + w, upper + h
+    w, h = min(width, max(1, round(height * high))), min(height, max(1, round(width / low)))
+    left, upper = (width - w) // 2, (height - h) // 2
+    return left, upper, left + w, upper + h

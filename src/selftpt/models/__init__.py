@@ -1,0 +1,19 @@
+"""Frozen vision-language models: loading, tokenizer, text tower, image tower."""
+
+from __future__ import annotations
+
+from selftpt.models.loading import EMBEDDED, EMBEDDED_FILES, best_device, list_models, load_model, quiet
+from selftpt.models.model import PRECISIONS, RANDOM, Model, ModelId
+
+__all__ = [
+    "EMBEDDED",
+    "EMBEDDED_FILES",
+    "PRECISIONS",
+    "RANDOM",
+    "Model",
+    "ModelId",
+    "best_device",
+    "list_models",
+    "load_model",
+    "quiet",
+]
