@@ -21,8 +21,8 @@ from selftpt.adaptation import adapt
 from selftpt.data.datasets import half
 from selftpt.data.features import FeatureStore, ViewSpec
 from selftpt.errors import SelfTPTError, told_in_one_line
+from selftpt.evaluation.bench import Bench, Run
 from selftpt.evaluation.measures import top
-from selftpt.evaluation.protocols import Bench, Run
 from selftpt.evaluation.runs import Runs
 from selftpt.losses import Head
 from selftpt.methods import Job

@@ -12,7 +12,7 @@ from torch import Tensor
 from selftpt.cli.options import parse_setting
 from selftpt.config import LearnConfig
 from selftpt.errors import SelfTPTError
-from selftpt.evaluation.protocols import Bench, Run
+from selftpt.evaluation.bench import Bench, Run
 from selftpt.evaluation.runs import Runs
 from selftpt.methods import Job
 from selftpt.methods.coop import COOP, Settings, coops_own

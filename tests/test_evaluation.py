@@ -75,15 +75,23 @@ RECORD = {
 def test_records_are_added_and_read(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs")
     assert runs.records == []
-    assert runs.usual_seconds({"protocol": "domain", "dataset": "dtd"}) is None
+    assert runs.last_seconds(RECORD) is None
     runs.add(RECORD)
-    assert runs.usual_seconds({"protocol": "domain", "dataset": "dtd"}) == 3
+    assert runs.last_seconds(RECORD) == 3
     runs.add({**RECORD, "key": "b", "seconds": {"adapt": 4}})
     again = Runs(tmp_path / "runs")
     assert again.records == runs.records
     assert again.done() == {"a", "b"}
-    assert again.usual_seconds({"protocol": "domain", "dataset": "dtd"}) == 4
-    assert again.usual_seconds({"dataset": "eurosat"}) is None
+    assert again.last_seconds(RECORD) == 4
+    for other in ({"dataset": "eurosat"}, {"settings": {"lr": 1}}, {"data": {"limit": 9}}, {"device": "cuda"}):
+        assert again.last_seconds(RECORD | other) is None
+
+
+def test_timings_are_found_whatever_the_seed_and_kind_of_sequence(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.add(RECORD | {"seed": 1, "settings": {"learn": {"seed": 1, "views": ("end", "hand")}}})
+    assert Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end", "hand")}}}) == 3
+    assert Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end",)}}}) is None
 
 
 def test_the_place_of_a_record_cut_short_is_taken(tmp_path: Path) -> None:

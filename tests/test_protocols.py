@@ -23,8 +23,9 @@ from selftpt.data.datasets import read_dataset
 from selftpt.data.decoding import ImageError, open_image
 from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.evaluation.protocols import PROTOCOLS, Bench
-from selftpt.evaluation.protocols import Run as Trial
+from selftpt.evaluation.bench import Bench
+from selftpt.evaluation.bench import Run as Trial
+from selftpt.evaluation.protocols import PROTOCOLS
 from selftpt.evaluation.runs import Record, Runs
 from selftpt.learning import learn
 from selftpt.methods import METHODS
@@ -388,6 +389,44 @@ def test_the_command(run: Run, data: Path, weights: Path, tmp_path: Path) -> Non
     assert more.code == 0, more.err
     assert "3 runs added" in more.out
     assert "3 were there" in more.out
+
+
+def test_a_dry_run_tells_the_time_of_earlier_runs(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
+    command = [
+        "bench",
+        "cross-dataset",
+        "--data",
+        data,
+        "--out",
+        tmp_path,
+        "--model",
+        weights,
+        "--set",
+        "learn.epochs=2",
+    ]
+    command += ["--methods", "clip,self-tpt", "--datasets", "eurosat"]
+    assert run(*command, "--seeds", "1").code == 0
+    took = [sum(record["seconds"].values()) for record in Runs(tmp_path).records]
+
+    def told(*more: str) -> dict[tuple[str, str, int], float]:
+        answer = run(*command, *more, "--dry-run", "--json")
+        lines = map(json.loads, answer.out.splitlines())
+        return {(line["method"], line["dataset"], line["seed"]): line["seconds"] for line in lines}
+
+    assert told("--seeds", "1") == {}
+    assert told("--seeds", "2,3") == {("self-tpt", "eurosat", seed): took[1] for seed in (2, 3)}
+    assert set(told("--seeds", "2", "--set", "adapt.steps=3").values()) == {None}
+    assert set(told("--seeds", "2", "--limit", "3").values()) == {None}
+    text = run(*command, "--seeds", "2", "--dry-run").out
+    assert "s the last time" in text
+    assert "minutes for the 1 that were run before" in text
+
+
+def test_protocols_are_refused_and_named_in_help(run: Run, weights: Path, tmp_path: Path) -> None:
+    refused(run("bench", "few-shot", "--out", tmp_path, "--model", weights), "'few-shot'", *PROTOCOLS)
+    for command in ("bench", "table"):
+        text = " ".join(run(command, "--help").out.replace("│", " ").split())
+        assert all(name in text for name in PROTOCOLS)
 
 
 def test_all_that_is_found(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,22 +15,17 @@ from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
     from selftpt.data.decoding import ImageError
-    from selftpt.evaluation.protocols import Bench, Run
+    from selftpt.evaluation.bench import Bench, Run
     from selftpt.evaluation.runs import Record
 
 
+PROTOCOL_HELP = "which data is the source and which is the target: base-to-new, cross-dataset or domain"
 KEPT_APART = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
-
-
-class ProtocolName(StrEnum):
-    cross_dataset = "cross-dataset"
-    base_to_new = "base-to-new"
-    domain = "domain"
 
 
 @with_settings(options=ModelOptions, config=BenchConfig)
 def command(
-    protocol: Annotated[ProtocolName, typer.Argument(help="which data teaches and which data tests")],
+    protocol: Annotated[str, typer.Argument(help=PROTOCOL_HELP)],
     out: Annotated[Path, typer.Option(help="a folder for records.jsonl and what was learned")],
     options: ModelOptions,
     config: BenchConfig,
@@ -55,10 +49,12 @@ def command(
     wanted = listed(methods)
     numbers = whole_numbers(seeds)
     changes = dict(parse_setting(text) for text in set or [])
-    from selftpt.evaluation.protocols import Bench
+    from selftpt.evaluation.bench import Bench
+    from selftpt.evaluation.protocols import chosen_protocol
     from selftpt.evaluation.runs import Runs
     from selftpt.files import check_writable
 
+    chosen_protocol(protocol)
     runs = Runs(out)
     if runs.records and not (resume or dry_run):
         raise SelfTPTError(f"{out} has {len(runs.records)} records: go on with --resume, or name another folder")
@@ -68,7 +64,7 @@ def command(
     def report(error: ImageError) -> None:
         print(f"note: left out {error}", file=sys.stderr)
 
-    bench = Bench(options.load(), protocol.value, data, runs, config, changes, report, source)
+    bench = Bench(options.load(), protocol, data, runs, config, changes, report, source)
     plan = bench.plan(wanted, chosen_datasets(bench, datasets), numbers)
     done = runs.done()
     left = [run for run in plan if bench.key(run) not in done]
@@ -147,10 +143,7 @@ def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
 
 def tell_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> None:
     """What would run and how long it took the last time."""
-    wanted = [
-        {key: bench.facts(run)[key] for key in ("protocol", "method", "dataset", "model", "settings")} for run in left
-    ]
-    times = [bench.runs.usual_seconds(facts) for facts in wanted]
+    times = [bench.last_seconds(run) for run in left]
     if as_json:
         for run, seconds in zip(left, times, strict=True):
             print(json.dumps({"method": run.method, "dataset": run.dataset, "seed": run.seed, "seconds": seconds}))

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from selftpt.evaluation.runs import read_records
-from selftpt.evaluation.tables import MEASURES, make_table, render
-from selftpt.files import write_whole
+PROTOCOL_HELP = "only this protocol: base-to-new, cross-dataset or domain; all that have runs by default"
 
 
 class Format(StrEnum):
@@ -28,9 +26,7 @@ class Paper(StrEnum):
 
 def command(
     runs: Annotated[Path, typer.Argument(help="the folder in which runs were recorded")],
-    protocol: Annotated[
-        str | None, typer.Option(help=f"only this protocol: {', '.join(MEASURES)}; all that have runs by default")
-    ] = None,
+    protocol: Annotated[str | None, typer.Option(help=PROTOCOL_HELP)] = None,
     measure: Annotated[
         str | None,
         typer.Option(help="new, base, harmonic, base-top5, base-ece (base-to-new), test (others), top5, ece (all)"),
@@ -41,6 +37,10 @@ def command(
     out: Annotated[Path | None, typer.Option(help="a file to write instead of standard output")] = None,
 ) -> None:
     """Show recorded runs as tables, one a protocol, beside the paper's numbers."""
+    from selftpt.evaluation.runs import read_records
+    from selftpt.evaluation.tables import MEASURES, make_table, render
+    from selftpt.files import write_whole
+
     records = read_records(runs)
     methods = [name.strip() for name in (compare or "").split(",") if name.strip()]
     run = {record["protocol"] for record in records if not methods or record["method"] in methods}

@@ -1,289 +1,45 @@
-"""The three benchmarks: which data teaches, which data tests; one record for each method, dataset and seed."""
+"""The paper's three protocols: which data a method learns from and which data it is tested on."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import platform
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from selftpt.config import BenchConfig, ContrastConfig, change, kind_of
-from selftpt.data.datasets import DATASETS, Dataset, read_dataset
-from selftpt.data.datasets.sampling import fraction, half, limit, some_classes
-from selftpt.data.decoding import ImageError, warn_of
-from selftpt.data.features import stamp
-from selftpt.data.sources import Source
+from selftpt.data.datasets.table import DATASETS
 from selftpt.errors import SelfTPTError
-from selftpt.evaluation.measures import harmonic, measure
-from selftpt.evaluation.memory import forget_peak, peak_megabytes
-from selftpt.evaluation.runs import Record, Runs
-from selftpt.files import digest
-from selftpt.methods import METHODS, Eyes, Fitted, Job, Predictor
-from selftpt.models import Model
-from selftpt.version import __version__
-
-VERSIONS = ("selftpt", "torch", "torchvision", "open_clip_torch", "timm", "pillow")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Which data teaches, which data tests, and for how long it is learned.
+    """Source and target data of a benchmark, and for how long methods learn.
 
-    source: the dataset that teaches, or None where each dataset's first half of classes does. own_sentence: whether
-    zero-shot takes the dataset's own sentence or the general one, as in the paper's tables.
+    Attributes:
+        source: Dataset to learn from; None if the base classes of each target dataset are the source.
+        targets: Datasets to test on.
+        epochs: Epochs of methods that are trained as in the paper.
+        uses_dataset_template: Whether zero-shot uses each dataset's own template or the general one, as in the paper.
     """
 
     source: str | None
     targets: tuple[str, ...]
     epochs: int
-    own_sentence: bool
+    uses_dataset_template: bool
 
 
 TEN = tuple(name for name in DATASETS if not name.startswith("imagenet"))
 VARIANTS = tuple(name for name in DATASETS if name.startswith("imagenet"))
 PROTOCOLS: dict[str, Protocol] = {
-    "cross-dataset": Protocol("imagenet", TEN, 5, own_sentence=False),
-    "base-to-new": Protocol(None, ("imagenet", *TEN), 10, own_sentence=True),
-    "domain": Protocol("imagenet", VARIANTS, 5, own_sentence=False),
+    "base-to-new": Protocol(None, ("imagenet", *TEN), 10, uses_dataset_template=True),
+    "cross-dataset": Protocol("imagenet", TEN, 5, uses_dataset_template=False),
+    "domain": Protocol("imagenet", VARIANTS, 5, uses_dataset_template=False),
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One measurement, not yet done. The seed is None for a method that draws nothing."""
+def chosen_protocol(name: str) -> Protocol:
+    """The protocol called `name`.
 
-    method: str
-    dataset: str
-    seed: int | None
-
-
-@dataclass
-class Bench:
-    """A protocol on the data of a folder, with one model; its records go to `runs`.
-
-    source: another dataset to learn from than the protocol's. changes: settings other than the methods' own, such as
-    "learn.lr": 0.02, which those have that know them.
+    Raises:
+        SelfTPTError: If there is none.
     """
-
-    model: Model
-    name: str
-    data: Path | None
-    runs: Runs
-    config: BenchConfig = field(default_factory=BenchConfig)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    on_error: Callable[[ImageError], None] = warn_of
-    source: str | None = None
-
-    def __post_init__(self) -> None:
-        self.protocol = PROTOCOLS[self.name]
-        if self.source is not None:
-            if self.protocol.source is None:
-                raise SelfTPTError(f"{self.name} learns from a half of each dataset: leave --source out")
-            self.protocol = dataclasses.replace(self.protocol, source=self.source)
-        self._read: dict[str, Dataset] = {}
-        self._sources: dict[tuple[str, int], tuple[Source, Record]] = {}
-        self._fitted: tuple[object, Fitted, int] | None = None
-        self._unreadable = 0
-        self._eyes = Eyes(self.model, self._report)
-
-    def dataset(self, name: str) -> Dataset:
-        """A dataset, read once."""
-        if name not in self._read:
-            self._read[name] = read_dataset(name, self.data)
-        return self._read[name]
-
-    def plan(self, methods: Sequence[str], datasets: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-        """What there is to do, in an order that learns from each source once; refused now if it cannot be done."""
-        for dataset in datasets:
-            count = len(self.dataset(dataset).test.names)
-            if self.protocol.source is None and count < 4:
-                raise SelfTPTError(f"{dataset} has {count} classes: base-to-new takes four, two in each half")
-        runs = [
-            Run(method, dataset, seed)
-            for method in methods
-            for dataset in datasets
-            for seed in (seeds if METHODS[method].draws else [None])
-        ]
-        for run in runs:
-            self.source_of(run)
-        place = {dataset: i if self.protocol.source is None else 0 for i, dataset in enumerate(datasets)}
-        return sorted(runs, key=lambda run: (place[run.dataset], methods.index(run.method), run.seed or 0))
-
-    def settings(self, run: Run) -> Any:
-        """The settings of a run's method with the protocol's epochs, the run's seed and the changes."""
-        method = METHODS[run.method]
-        changes = self._changes(run)
-        settings = method.seeded(run.seed, shots=None)
-        for key, value in changes.items():
-            settings = change(settings, key.split("."), value)
-        if method.papers_epochs(settings) and "learn.epochs" not in changes:
-            settings = change(settings, ("learn", "epochs"), self.protocol.epochs)
-        return settings
-
-    def _changes(self, run: Run) -> dict[str, Any]:
-        settings = METHODS[run.method].settings
-        return {key: value for key, value in self.changes.items() if kind_of(settings, key.split(".")) is not None}
-
-    def facts(self, run: Run) -> Record:
-        """What a record says of a run before it is done, beside its key."""
-        data, source = self.dataset(run.dataset), self.source_of(run)
-        return {
-            "protocol": self.name,
-            "method": run.method,
-            "dataset": data.name,
-            "seed": run.seed,
-            "model": dataclasses.asdict(self.model.id),
-            "precision": self.model.precision,
-            "device": str(self.model.device),
-            "meaningless": self.model.id.meaningless,
-            "template": data.template if self.protocol.own_sentence else ContrastConfig.template,
-            "source": source and source[1],
-            "settings": dataclasses.asdict(self.settings(run)),
-            "changes": self._changes(run),
-        }
-
-    def key(self, run: Run) -> str:
-        """What tells a run from all others: what is done, with what, on which pictures."""
-        facts, source = self.facts(run), self.source_of(run)
-        learned_from = source and self._listed(self.protocol.source or run.dataset, source[0])
-        tests = [(part, self._listed(run.dataset, test)) for part, test in self._parts(run)]
-        read = [stamp(file) for file in METHODS[run.method].reads(self.settings(run))]
-        return digest(__version__, facts, learned_from, tests, *([read] if read else []))
-
-    def _listed(self, dataset: str, source: Source) -> object:
-        root = self.dataset(dataset).root
-        own = None if dataset in DATASETS else str(root.resolve())  # the paper's are the same wherever they lie
-        return own, source.names, [os.path.relpath(path, root) for path in source.paths], source.labels
-
-    def do(self, run: Run) -> Record:
-        """Learn, adapt, predict, measure: the record, which is added to the runs."""
-        facts, settings, data = self.facts(run), self.settings(run), self.dataset(run.dataset)
-        forget_peak(self.model.device)
-        encoded, clock = self.model.encoded, Clock()
-        fitted, unreadable = self._fit(run, settings, clock)
-        self._unreadable = 0
-        results: dict[str, Any] = {}
-        for part, test in self._parts(run):
-            with clock("adapt"):
-                predictor = fitted(test.names, facts["template"])
-            results[part] = self._examine(run, settings, predictor, test, clock)
-        if "new" in results:
-            results["harmonic"] = harmonic(results["base"]["top1"], results["new"]["top1"])
-        return self.runs.add(
-            {
-                **facts,
-                "source": facts["source"] and {**facts["source"], "unreadable": unreadable},
-                "data": {
-                    "split": data.split,
-                    "published": data.published,
-                    "limit": self.config.limit,
-                    "unreadable": self._unreadable,
-                },
-                "results": results,
-                "seconds": clock.seconds,
-                "peak_memory_mb": peak_megabytes(self.model.device),
-                "encoded": self.model.encoded - encoded,
-                "versions": {name: version(name) for name in VERSIONS} | {"python": platform.python_version()},
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "key": self.key(run),
-            }
-        )
-
-    def _fit(self, run: Run, settings: Any, clock: Clock) -> tuple[Fitted, int]:
-        """The fitted method and how many pictures it could not use; kept for the next run, on another dataset."""
-        source = self.source_of(run)
-        job = Job(self.model, source and source[0], self.runs.folder / "learned", self._report)
-        if source is None:
-            return METHODS[run.method].fit(job, settings), 0
-        key = run.method, run.seed, self.protocol.source or run.dataset
-        if self._fitted is None or self._fitted[0] != key:
-            with clock("learn"):
-                fitted = METHODS[run.method].fit(job, settings)
-            self._fitted = key, fitted, job.unreadable
-        return self._fitted[1:]
-
-    def source_of(self, run: Run) -> tuple[Source, Record] | None:
-        """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
-        if not METHODS[run.method].learns:
-            return None
-        assert run.seed is not None
-        teacher = self.protocol.source or run.dataset
-        if (teacher, run.seed) not in self._sources:
-            self._sources[teacher, run.seed] = self._draw(self.dataset(teacher), run.seed)
-        return self._sources[teacher, run.seed]
-
-    def _draw(self, data: Dataset, seed: int) -> tuple[Source, Record]:
-        config = self.config
-        source, origin, published = data.few_shot(config.shots, seed)
-        if self.protocol.source is None:
-            source = half(source, new=False)
-        if config.share < 1:
-            source = fraction(source, config.share, seed)
-        if config.source_classes is not None and config.source_classes < len(source.names):
-            source = some_classes(source, config.source_classes, seed)
-        facts = {
-            "dataset": data.name,
-            "split": data.split,
-            "list": origin,
-            "published": data.published and published,
-            "shots": config.shots,
-            "share": config.share,
-            "classes": len(source.names),
-            "pictures": len(source.paths),
-        }
-        return source, facts
-
-    def _parts(self, run: Run) -> Iterator[tuple[str, Source]]:
-        """The test pictures by the part of the results they are for."""
-        test = self.dataset(run.dataset).test
-        tests = {"test": test}
-        if self.protocol.source is None:
-            tests = {"base": half(test, new=False), "new": half(test, new=True)}
-        for part, pictures in tests.items():
-            yield part, pictures if self.config.limit is None else limit(pictures, self.config.limit)
-
-    def _examine(
-        self, run: Run, settings: Any, predictor: Predictor, test: Source, clock: Clock
-    ) -> dict[str, float | int]:
-        """Measures of the predictions for test pictures; those that cannot be read are left out."""
-        answers, seen, blocks = [], [], self._eyes(METHODS[run.method], settings, test.paths)
-        while True:
-            with clock("features"):
-                block = next(blocks, None)
-            if block is None:
-                break
-            with clock("predict"):
-                answers.append(predictor(block[1]))
-            seen.append(block[0])
-        if not seen:
-            raise SelfTPTError(f"none of the {len(test.paths)} test pictures can be read, the first is {test.paths[0]}")
-        return measure(torch.cat(answers), torch.tensor(test.labels)[torch.cat(seen)])
-
-    def _report(self, error: ImageError) -> None:
-        self._unreadable += 1
-        self.on_error(error)
-
-
-class Clock:
-    """Seconds by stage: `with clock("learn"): ...`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, stage: str) -> Clock:
-        self._stage = stage
-        return self
-
-    def __enter__(self) -> None:
-        self._begin = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + time.monotonic() - self._begin
+    if name not in PROTOCOLS:
+        raise SelfTPTError(f"no protocol is called {name!r}: choose one of {', '.join(PROTOCOLS)}")
+    return PROTOCOLS[name]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.evaluation.protocols import PROTOCOLS
 from selftpt.files import append_line
 
 Record = dict[str, Any]
-PROTOCOLS = ("cross-dataset", "base-to-new", "domain")
 
 
 class Runs:
@@ -50,12 +50,28 @@ class Runs:
         self.records.append(json.loads(line))
         return self.records[-1]
 
-    def usual_seconds(self, facts: Mapping[str, Any]) -> float | None:
-        """How long a run took the last time whose record has these facts."""
+    def last_seconds(self, facts: Mapping[str, Any]) -> float | None:
+        """How long the latest run took that differs from `facts`, which a record would have, by its seed at most."""
+        wanted = _without_seed(facts)
         for record in reversed(self.records):
-            if facts.items() <= record.items():
+            if "seconds" in record and _without_seed(record) == wanted:
                 return float(sum(record["seconds"].values()))
         return None
+
+
+def _without_seed(record: Mapping[str, Any]) -> str:
+    """What decides how long a run takes, as JSON: in memory it has tuples where a file has lists."""
+    source, data = record.get("source") or {}, record.get("data") or {}
+    facts = {key: record.get(key) for key in ("protocol", "method", "dataset", "model", "precision", "device")}
+    facts["settings"] = _seedless(record.get("settings"))
+    facts["source"] = [source.get(key) for key in ("dataset", "shots", "share", "classes")]
+    return json.dumps({**facts, "limit": data.get("limit")}, sort_keys=True)
+
+
+def _seedless(settings: Any) -> Any:
+    if not isinstance(settings, Mapping):
+        return settings
+    return {key: _seedless(value) for key, value in settings.items() if key != "seed"}
 
 
 def read_records(folder: Path) -> list[Record]:
