@@ -246,7 +246,7 @@ def test_how_many_classes_are_named(paths: list[Path], top: int, count: int) -> 
 
 
 def test_no_classes_are_not_named(paths: list[Path]) -> None:
-    with pytest.raises(SelfTPTError, match="top must be above 0"):
+    with pytest.raises(SelfTPTError, match="top must be an integer above 0"):
         list(classifier().predict(paths, top=0))
 
 

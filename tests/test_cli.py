@@ -377,13 +377,16 @@ def test_wrong_models_are_refused(run: Run, place: Place, tmp_path: Path) -> Non
 
 def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
     learn = ["learn", place.photos, "--out", tmp_path / "p", "--model", place.model]
-    refused(run(*learn, "--epochs", "0"), "epochs must be above 0")
+    refused(run(*learn, "--epochs", "0"), "epochs must be an integer above 0")
     refused(run(*learn, "--epochs", "many"), "--epochs")
     refused(run(*learn, "--seed", "1000000000000000"), "seed")
     refused(run(*learn, "--views", "end,back"), "'back'")
     refused(run(*learn, "--no-such-option"), "--no-such-option")
     refused(run("predict", "--classifier", place.classifier), "pictures")
-    refused(run("predict", place.photos, "--classifier", place.classifier, "--views", "0"), "views must be above 0")
+    refused(
+        run("predict", place.photos, "--classifier", place.classifier, "--views", "0"),
+        "views must be an integer above 0",
+    )
 
 
 def start(*arguments: str | Path, **more: object) -> subprocess.Popen[str]:

@@ -473,7 +473,7 @@ def test_methods_are_listed(run: Run) -> None:
         (["--set", "learn.epochs=2.5"], ["epochs", "2.5"]),
         (["--set", "learn=5"], ["'learn'"]),
         (["--source", "imagenet"], ["--source"]),
-        (["--set", "learn.lr=-1"], ["lr must be above 0"]),
+        (["--set", "learn.lr=-1"], ["lr must be a number above 0"]),
         (["--set", "learn.seed=3"], ["--seeds"]),
         (["--share", "2"], ["share"]),
         (["--source-classes", "1"], ["source_classes"]),

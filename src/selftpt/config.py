@@ -1,18 +1,21 @@
-"""Settings of the three stages: frozen, checked when made, saved with every output, and the CLI's options.
+"""Configuration: frozen dataclasses whose fields are checked when an object is made.
 
-None is what the command line calls 0. They import nothing heavy, so that `selftpt --help` and a wrong option are
-answered at once.
+Every output is saved with its configuration, and the fields are the options of the command line. `None` means "no
+limit", in Python and on the command line (`none`). This module imports nothing heavy, so that `selftpt --help` and a
+wrong option are answered at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, SelfTPTWarning
 
 View = Literal["end", "front", "middle"]
 VIEWS: tuple[View, ...] = ("end", "front", "middle")  # Eq. 7, in its order
@@ -22,10 +25,121 @@ Matching = Literal["cosine", "mse"]
 ClassVectors = Literal["end", "mean"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
+INT_LIMIT = 2**31  # what every library and generator underneath takes
+LIMITS = {"above": "above {:g}", "minimum": "{:g} or more", "maximum": "at most {:g}", "below": "below {:.10g}"}
 
-def setting(default: Any, text: str) -> Any:
-    """A field with its default and its help."""
-    return field(default=default, metadata={"help": text})
+
+def setting(default: Any, text: str, **limits: float) -> Any:
+    """A field of a `Config`.
+
+    Args:
+        default: its default value.
+        text: its help on the command line.
+        limits: the range of a number, by `above`, `minimum`, `maximum` and `below`. A subclass that declares the field
+            again with another default inherits the limits that it does not give.
+    """
+    assert limits.keys() <= LIMITS.keys()
+    return field(default=default, metadata={"help": text, **limits})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base class of every configuration: each field is checked against its annotation and its limits.
+
+    A field is annotated with `int`, `float`, `bool`, `str`, a `Literal` of strings, `tuple[X, ...]` of one of these,
+    another `Config`, or one of them `| None`. An `int` is accepted for a `float` and converted, NumPy scalars become
+    their Python values, a list becomes a tuple; nothing else is converted. A subclass with checks of its own calls
+    `super().__post_init__()` first, after which the types are known:
+
+        @dataclass(frozen=True)
+        class Settings(Config):
+            views: int = setting(64, "views of an image", above=0)
+            share: float = setting(0.1, "share of the views that is kept", above=0, maximum=1)
+
+            def __post_init__(self) -> None:
+                super().__post_init__()
+                if self.views * self.share < 1:
+                    raise SelfTPTError(f"share {self.share:g} keeps none of the {self.views} views")
+
+    Raises:
+        SelfTPTError: a value is not what its field allows.
+    """
+
+    def __post_init__(self) -> None:
+        kinds, limits = get_type_hints(type(self)), self._limits()
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, _convert(kind, limits[name], value))
+            except ValueError:
+                told, shown = _describe(kind, limits[name], value), repr(value)
+                shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+                raise SelfTPTError(f"{type(self).__name__}.{name} must be {told}, not {shown}") from None
+
+    @classmethod
+    def _limits(cls) -> dict[str, dict[str, Any]]:
+        """The metadata of each field, with what it inherits."""
+        metadata: dict[str, dict[str, Any]] = {}
+        for base in reversed(cls.__mro__):
+            for name, declared in getattr(base, "__dataclass_fields__", {}).items():
+                metadata[name] = {**metadata.get(name, {}), **declared.metadata}
+        return metadata
+
+
+def _convert(kind: Any, limits: Mapping[str, Any], value: Any) -> Any:
+    """A value as its annotation has it; ValueError if the annotation or the limits do not allow it."""
+    if getattr(value, "shape", None) == ():  # a NumPy scalar
+        value = value.item()
+    inner = get_args(kind)
+    if _optional(kind):
+        return None if value is None else _convert(inner[0], limits, value)
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(inner[0], limits, part) for part in value)
+    if get_origin(kind) is Literal and isinstance(value, str) and value in inner:
+        return str(value)
+    if kind is str and isinstance(value, str):
+        value.encode()  # UnicodeEncodeError is a ValueError
+        return str(value)
+    if kind is bool or isinstance(value, bool):
+        if kind is bool and isinstance(value, bool):
+            return value
+    elif kind is int and isinstance(value, int) and abs(value) < INT_LIMIT and _within(limits, value):
+        return int(value)
+    elif kind is float and isinstance(value, int | float) and _within(limits, value):
+        return float(value)
+    elif isinstance(kind, type) and issubclass(kind, Config) and isinstance(value, kind):
+        return value
+    raise ValueError
+
+
+def _within(limits: Mapping[str, Any], value: float) -> bool:
+    return (
+        abs(value) <= sys.float_info.max  # neither infinite nor NaN
+        and not ("above" in limits and value <= limits["above"])
+        and not ("minimum" in limits and value < limits["minimum"])
+        and not ("maximum" in limits and value > limits["maximum"])
+        and not ("below" in limits and value >= limits["below"])
+    )
+
+
+def _describe(kind: Any, limits: Mapping[str, Any], value: Any) -> str:
+    """What a field allows, told to one who gave `value`."""
+    inner = get_args(kind)
+    if _optional(kind):
+        return f"{_describe(inner[0], limits, value)}, or none"
+    if get_origin(kind) is tuple:
+        return f"a list of which each item is {_describe(inner[0], limits, value)}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(inner)}"
+    if kind is int and isinstance(value, int) and abs(value) >= INT_LIMIT:
+        limits = {"below": INT_LIMIT, **limits}
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string that UTF-8 can encode"}
+    told = " and ".join(text.format(limits[limit]) for limit, text in LIMITS.items() if limit in limits)
+    return f"{names.get(kind) or f'a {kind.__name__}'} {told}".rstrip()
+
+
+def _optional(kind: Any) -> bool:
+    return isinstance(kind, types.UnionType)
 
 
 def above(low: float, settings: Any, *names: str) -> None:
@@ -43,37 +157,23 @@ def at_least(low: float, settings: Any, *names: str) -> None:
             raise SelfTPTError(f"{name} must be {low:g} or more, not {getattr(settings, name)}")
 
 
-def one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a value that is none of the choices."""
-    if value not in choices:
-        raise SelfTPTError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**31:
-        raise SelfTPTError(f"seed must be 0 or more and below 2147483648, not {seed}")
-
-
 @dataclass(frozen=True)
-class ContrastConfig:
+class ContrastConfig(Config):
     """Contrastive prompt tuning. Eq. 7 to 9; a prompt keeps it, and stage 2 follows it."""
 
     views: tuple[CptView, ...] = setting(("end", "front", "middle", "hand"), "views that CPT contrasts")
     template: str = setting("a photo of a {}.", "sentence of the hand-written view")
-    temperature: float = setting(0.07, "temperature of CPT")
+    temperature: float = setting(0.07, "temperature of CPT", above=0)
     reduction: Reduction = setting("mean", "mean or sum over the terms of Eq. 9")
     normalize: bool = setting(True, "bring projected features to unit length")
     equal_apart: bool = setting(False, "count classes of equal names as negatives of each other")
 
     def __post_init__(self) -> None:
-        for view in self.views:
-            one_of("view", view, get_args(CptView))
+        super().__post_init__()
         if len(self.views) < 2 or len(set(self.views)) != len(self.views):
             raise SelfTPTError(f"CPT needs two or more different views, not {' '.join(self.views) or 'none'}")
         if self.template.count("{}") != 1:
             raise SelfTPTError(f"the template {self.template!r} must have one {{}} where the class name goes")
-        one_of("reduction", self.reduction, get_args(Reduction))
-        above(0, self, "temperature")
 
     @property
     def learned(self) -> tuple[View, ...]:
@@ -85,54 +185,44 @@ PROMPT_ALONE = ContrastConfig(views=VIEWS)  # for what has no hand-written sente
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Config):
     """Learning a prompt from labelled pictures, as all methods of CoOp's family do. The defaults are the paper's."""
 
-    length: int = setting(4, "number of context vectors, M")
+    length: int = setting(4, "number of context vectors, M", above=0)
     words: str = setting("a photo of a", "words the context starts from")
-    epochs: int = setting(10, "epochs")
-    shots: int | None = setting(16, "pictures a class; 0 takes all")
-    crops: int | None = setting(None, "random crops of each picture, taken in turn; 0 makes a new one for every epoch")
-    batch: int = setting(4, "pictures a step")
-    lr: float = setting(0.002, "learning rate")
-    warmup_lr: float = setting(1e-5, "learning rate of the first epoch")
-    momentum: float = setting(0.9, "momentum of SGD")
-    weight_decay: float = setting(5e-4, "weight decay of SGD")
-    chunk: int | None = setting(256, "classes walked at once, longer lists in parts; 0 walks all at once")
-    seed: int = setting(1, "seed of all that is drawn")
-    max_megapixels: float = setting(80, "larger pictures are refused")
-
-    def __post_init__(self) -> None:
-        above(0, self, "length", "epochs", "batch", "lr", "warmup_lr", "max_megapixels")
-        above(0, self, "shots", "crops", "chunk")
-        at_least(0, self, "momentum", "weight_decay")
-        _check_seed(self.seed)
-        if self.momentum >= 1:
-            raise SelfTPTError(f"momentum must be below 1, not {self.momentum}")
+    epochs: int = setting(10, "epochs", above=0)
+    shots: int | None = setting(16, "images per class; none takes all", above=0)
+    crops: int | None = setting(
+        None, "random crops of each image, taken in turn; none makes a new one for every epoch", above=0
+    )
+    batch: int = setting(4, "images per step", above=0)
+    lr: float = setting(0.002, "learning rate", above=0)
+    warmup_lr: float = setting(1e-5, "learning rate of the first epoch", above=0)
+    momentum: float = setting(0.9, "momentum of SGD", minimum=0, below=1)
+    weight_decay: float = setting(5e-4, "weight decay of SGD", minimum=0)
+    chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
+    seed: int = setting(1, "random seed", minimum=0, below=INT_LIMIT)
+    max_megapixels: float = setting(80.0, "larger images are refused", above=0)
 
 
 @dataclass(frozen=True)
 class LearnConfig(TrainConfig):
     """Stage 1. The defaults are the paper's where it says; docs/method.md tells what it leaves open."""
 
-    ce: float = setting(1.0, "weight of cross-entropy")
-    cpt: float = setting(1.0, "weight of contrastive prompt tuning")
-    gm: float = setting(1.0, "weight of gradient matching")
+    ce: float = setting(1.0, "weight of cross-entropy", minimum=0)
+    cpt: float = setting(1.0, "weight of contrastive prompt tuning", minimum=0)
+    gm: float = setting(1.0, "weight of gradient matching", minimum=0)
     matching: Matching = setting("cosine", "how gradients are matched: cosine or mse")
-    decay: float = setting(0.9, "decay of the moving average of gradients; 0 takes none")
-    hidden: int | None = setting(None, "hidden width of the head; 0 takes the features' own")
-    projection: int = setting(128, "output width of the head")
-    classes_per_step: int | None = setting(None, "classes drawn for each step; 0 takes all, which is exact")
+    decay: float = setting(0.9, "decay of the moving average of gradients; 0 turns it off", minimum=0, below=1)
+    hidden: int | None = setting(None, "hidden width of the head; none takes that of the features", above=0)
+    projection: int = setting(128, "output width of the head", above=0)
+    classes_per_step: int | None = setting(
+        None, "classes drawn for each step; none takes all, which is exact", minimum=2
+    )
     contrast: ContrastConfig = field(default_factory=ContrastConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above(0, self, "projection", "hidden")
-        above(1, self, "classes_per_step")
-        at_least(0, self, "ce", "cpt", "gm", "decay")
-        one_of("matching", self.matching, get_args(Matching))
-        if self.decay >= 1:
-            raise SelfTPTError(f"decay must be below 1, not {self.decay}")
         if self.ce == self.cpt == self.gm == 0:
             raise SelfTPTError("all three losses have weight 0: nothing to learn from")
 
@@ -143,60 +233,45 @@ class LearnConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class AdaptConfig:
+class AdaptConfig(Config):
     """Stage 2. The defaults are the paper's where it says; docs/method.md tells what it leaves open."""
 
-    steps: int = setting(10, "steps of SGD")
-    lr: float = setting(0.1, "learning rate")
-    momentum: float = setting(0.0, "momentum of SGD")
-    weight_decay: float = setting(0.0, "weight decay of SGD")
+    steps: int = setting(10, "steps of SGD", minimum=0)
+    lr: float = setting(0.1, "learning rate", above=0)
+    momentum: float = setting(0.0, "momentum of SGD", minimum=0)
+    weight_decay: float = setting(0.0, "weight decay of SGD", minimum=0)
     vectors: ClassVectors = setting("end", "class vectors: of the end view, or the mean of the learned views")
-    chunk: int | None = setting(256, "classes walked at once, longer lists in parts; 0 walks all at once")
-
-    def __post_init__(self) -> None:
-        at_least(0, self, "steps", "momentum", "weight_decay")
-        above(0, self, "lr", "chunk")
-        one_of("vectors", self.vectors, get_args(ClassVectors))
+    chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
 
 
 @dataclass(frozen=True)
-class PredictConfig:
+class PredictConfig(Config):
     """Stage 3. With `views` above 1 it is Self-TPT-v: the picture and random crops of it, merged."""
 
-    top: int = setting(5, "classes named for each picture")
-    views: int = setting(1, "looks at a picture: itself and random crops; 64 is Self-TPT-v")
-    confident: float = setting(1.0, "share of the views that is merged, the most confident ones")
-    seed: int = setting(0, "seed of the random crops")
-    batch: int = setting(32, "pictures or views the image tower takes at once")
-    max_megapixels: float = setting(80, "larger pictures are refused")
-
-    def __post_init__(self) -> None:
-        above(0, self, "top", "views", "confident", "batch", "max_megapixels")
-        _check_seed(self.seed)
-        if self.confident > 1:
-            raise SelfTPTError(f"confident is a share of the views, at most 1, not {self.confident}")
+    top: int = setting(5, "classes named for each image", above=0)
+    views: int = setting(1, "views of an image: itself and random crops; 64 is Self-TPT-v", above=0)
+    confident: float = setting(1.0, "share of the views that is merged, the most confident ones", above=0, maximum=1)
+    seed: int = setting(0, "seed of the random crops", minimum=0, below=INT_LIMIT)
+    batch: int = setting(32, "images or views that the image tower encodes at once", above=0)
+    max_megapixels: float = setting(80.0, "larger images are refused", above=0)
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Config):
     """How much of the data a benchmark takes. The defaults are the paper's."""
 
-    shots: int | None = setting(16, "pictures of a class to learn from; 0 takes all")
-    share: float = setting(1.0, "of these pictures, how much is used: 0.25, 0.5, 0.75")
-    source_classes: int | None = setting(None, "classes to learn from, drawn by the seed; 0 takes all")
+    shots: int | None = setting(16, "images per class to learn from; none takes all", above=0)
+    share: float = setting(1.0, "share of these images that is used: 0.25, 0.5, 0.75", above=0, maximum=1)
+    source_classes: int | None = setting(None, "classes to learn from, drawn by the seed; none takes all", minimum=2)
     limit: int | None = setting(
-        None, "test pictures of each set (in base-to-new of each half), balanced over classes; 0 takes all"
+        None,
+        "test images of each dataset (in base-to-new of each half), balanced over classes; none takes all",
+        above=0,
     )
-
-    def __post_init__(self) -> None:
-        above(0, self, "shots", "share", "limit")
-        above(1, self, "source_classes")
-        if self.share > 1:
-            raise SelfTPTError(f"share is a part of the pictures, at most 1, not {self.share}")
 
 
 def kind_of(settings: Any, path: Sequence[str]) -> Any:
-    """The type of the field at `path` of settings, or None if they have no such field."""
+    """The annotation of the field at `path`, or None if there is no such field."""
     name, *rest = path
     if name not in {field.name for field in dataclasses.fields(settings)}:
         return None
@@ -206,19 +281,33 @@ def kind_of(settings: Any, path: Sequence[str]) -> Any:
 
 
 def change(settings: Any, path: Sequence[str], value: Any) -> Any:
-    """Settings with the field at `path`, which they have, changed to a value of JSON; refused if it is of no use."""
+    """Replace one field.
+
+    Args:
+        settings: a configuration.
+        path: the names that lead to the field, which must exist: `["learn", "lr"]`.
+        value: a value of JSON, as `--set` gives it; for a tuple also a string with commas.
+
+    Returns:
+        The configuration with this value.
+
+    Raises:
+        SelfTPTError: the field does not allow the value.
+    """
     name, *rest = path
     if rest:
-        return dataclasses.replace(settings, **{name: change(getattr(settings, name), rest, value)})
-    kind = get_type_hints(type(settings))[name]
-    allowed: Any = {tuple: (str, list), Literal: str}.get(get_origin(kind), kind)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    elif value == 0 and value is not False and isinstance(kind, types.UnionType):
-        value = None
-    whole = not isinstance(value, list) or all(isinstance(part, str) for part in value)
-    if not whole or not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-        raise SelfTPTError(f"the setting {name} is of type {getattr(kind, '__name__', kind)}, it cannot be {value!r}")
-    if get_origin(kind) is tuple:
-        value = tuple(value.split(",") if isinstance(value, str) else value)
+        value = change(getattr(settings, name), rest, value)
+    else:
+        kind = kind_of(settings, path)
+        if get_origin(kind) is tuple and isinstance(value, str):
+            value = value.split(",")
+        elif _optional(kind) and type(value) is int:
+            value = none_for_zero(name, value)
     return dataclasses.replace(settings, **{name: value})
+
+
+def none_for_zero(name: str, value: int) -> int | None:
+    """The value of a setting that may be None, for which the command line took 0 before: deprecated."""
+    if value == 0:
+        warnings.warn(f"0 for {name} is deprecated: write none", SelfTPTWarning, stacklevel=3)
+    return value or None

@@ -38,4 +38,4 @@ def command(
         print(f"{name}: {' x '.join(map(str, shape))}")
     for key, value in {**header.get("contrast", {}), **origin.get("settings", {})}.items():
         if not isinstance(value, dict):
-            print(f"{key}: {0 if value is None else value}")
+            print(f"{key}: {'none' if value is None else value}")

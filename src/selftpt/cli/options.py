@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import sys
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 import typer
 
-from selftpt.config import Precision, setting
+from selftpt.config import Config, Precision, none_for_zero, setting
 from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Config):
     """Which model, where and how."""
 
     model: str | None = setting(
@@ -61,6 +60,15 @@ class ModelOptions:
         return Prompt.embedded()
 
 
+def _integer_or_none(name: str, value: str | int) -> int | None:
+    if value == "none":
+        return None
+    try:
+        return none_for_zero(name, int(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is neither an integer nor none") from None
+
+
 def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the fields of settings dataclasses as options, and the settings themselves as arguments."""
 
@@ -82,7 +90,7 @@ def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callab
 
 
 def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
-    """The fields of a settings class as options, those of a nested one too: None as 0, a tuple with commas."""
+    """The fields of a configuration class as options, also those of a nested one; a tuple is written with commas."""
     hints = get_type_hints(group)
     panel = (group.__doc__ or "").partition(".")[0]
     for field in dataclasses.fields(group):
@@ -90,11 +98,13 @@ def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
         if dataclasses.is_dataclass(kind):
             yield from _parameters(hints[field.name])
             continue
-        if _may_be_none(kind):
-            kind, default = int, default or 0
+        more: dict[str, Any] = {}
+        if int in get_args(kind):
+            read = functools.partial(_integer_or_none, f"--{field.name.replace('_', '-')}")
+            more, default = {"parser": read, "metavar": "<int|none>"}, "none" if default is None else default
         elif get_origin(kind) is tuple:
             kind, default = str, ",".join(cast("tuple[str, ...]", default))
-        option = typer.Option(help=field.metadata["help"], rich_help_panel=panel)
+        option = typer.Option(help=field.metadata["help"], rich_help_panel=panel, **more)
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -111,17 +121,11 @@ def _settings(group: type[Any], given: dict[str, Any]) -> Any:
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
             values[field.name] = _settings(hints[field.name], given)
-        elif _may_be_none(kind):
-            values[field.name] = given[field.name] or None
         elif get_origin(kind) is tuple:
             values[field.name] = tuple(part.strip() for part in given[field.name].split(",") if part.strip())
         else:
             values[field.name] = given[field.name]
     return group(**values)
-
-
-def _may_be_none(kind: Any) -> bool:
-    return isinstance(kind, types.UnionType) and int in get_args(kind)
 
 
 Names = Annotated[str | None, typer.Option("--names", help="class names, with commas between them")]
@@ -161,11 +165,11 @@ def read_names(names: str | None, file: Path | None) -> list[str]:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """A setting and its value, which is JSON or else a text."""
+    """A setting and its value, which is `none`, JSON or else a text."""
     key, given, value = text.partition("=")
     if not given:
         raise SelfTPTError(f"--set takes a setting with its value, such as learn.lr=0.02, not {text!r}")
     try:
-        return key.strip(), json.loads(value)
+        return key.strip(), None if value.strip() == "none" else json.loads(value)
     except ValueError:
         return key.strip(), value

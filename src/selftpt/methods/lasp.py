@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from selftpt.classifier import Classifier
-from selftpt.config import PROMPT_ALONE, ContrastConfig, TrainConfig, above, at_least, setting
+from selftpt.config import PROMPT_ALONE, Config, ContrastConfig, TrainConfig, above, at_least, setting
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.models import Model
@@ -87,7 +87,7 @@ class LaspConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Config):
     """Of the losses, and whether LayerNorms of the image tower are tuned, for which it must see pixels."""
 
     learn: LaspConfig = field(default_factory=LaspConfig)
@@ -97,6 +97,7 @@ class Settings:
     layer_norms: bool = setting(True, "tune the LayerNorms of an image tower that is a transformer")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.templates:
             raise SelfTPTError("templates must be one or more sentences with {} for a class name")
         for template in self.templates:
