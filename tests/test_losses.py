@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from selftpt import losses
 from selftpt.losses import Head, cosine, cpt, cross_entropy, gradient_matching, moving_average, project
@@ -20,6 +26,27 @@ from tests.small import relative
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.held:
+                    self.held[key] = storage.nbytes()
+                    weakref.finalize(storage, self.held.pop, key)
+        self.peak = max(self.peak, sum(self.held.values()))
+        return out
 
 
 def first_equal(keys: Sequence[int]) -> Tensor:
@@ -51,7 +78,7 @@ def test_cpt(
     views: int, keys: list[int], temperature: float, apart: bool, reduction: str, unit: bool, seed: int
 ) -> None:
     z = drawn(views, len(keys), 5, seed=seed)
-    z = torch.nn.functional.normalize(z, dim=-1) if unit else 0.4 * z
+    z = F.normalize(z, dim=-1) if unit else 0.4 * z
 
     def loop(z: Tensor) -> Tensor:
         return plain.cpt(list(z.flatten(0, 1)), views, temperature, None if apart else keys, reduction)
@@ -79,7 +106,7 @@ def test_cpt_by_hand() -> None:
 
 
 def test_cpt_sums_positives_inside_the_logarithm() -> None:
-    z = torch.nn.functional.normalize(drawn(4, 3, 5), dim=-1)
+    z = F.normalize(drawn(4, 3, 5), dim=-1)
     flat = z.flatten(0, 1)
     outside = 0.0
     for i, (positives, denominator) in enumerate(plain.index_sets(4, 3, None)):
@@ -98,13 +125,14 @@ def test_cpt_of_one_class_or_of_equal_classes_is_zero() -> None:
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every block that is computed on its own."""
     seen: list[int] = []
-    similarity = losses._similarity
+    blocks = losses._Similarity.blocks
 
-    def noted(z: Tensor, rows: Tensor, *rest: Any) -> Tensor:
-        seen.append(len(rows))
-        return similarity(z, rows, *rest)
+    def noted(self: losses._Similarity, z: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        for rows, block in blocks(self, z):
+            seen.append(len(block))
+            yield rows, block
 
-    monkeypatch.setattr(losses, "_similarity", noted)
+    monkeypatch.setattr(losses._Similarity, "blocks", noted)
     return seen
 
 
@@ -112,12 +140,12 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("equal", [False, True])
 def test_cpt_in_blocks_of_rows(held: int, sizes: list[int], equal: bool, blocks: list[int]) -> None:
     """Value, gradient and second derivative are those of one block."""
-    z = torch.nn.functional.normalize(drawn(4, 40, 6), dim=-1)
+    z = F.normalize(drawn(4, 40, 6), dim=-1)
     same = first_equal([k % 30 for k in range(40)]) if equal else None
     wanted = derivatives(lambda z: cpt(z, same, held=1 << 30), z)
     blocks.clear()
     found = derivatives(lambda z: cpt(z, same, held=held), z)
-    assert blocks == 3 * sizes  # forward, backward, and backward of that
+    assert blocks == 4 * sizes  # forward, backward, backward of that, and once more through the saved denominators
     for one, other in zip(found, wanted, strict=True):
         assert relative(one, other) < 1e-12
         assert other.norm() > 1e-3
@@ -126,10 +154,66 @@ def test_cpt_in_blocks_of_rows(held: int, sizes: list[int], equal: bool, blocks:
 def test_cpt_in_blocks_of_rows_does_not_overflow(blocks: list[int]) -> None:
     z = 1e3 * drawn(3, 30, 5)
     value, first, second = derivatives(lambda z: cpt(z, None, 0.001, held=1), z)
-    assert blocks == 3 * [64, 26]
+    assert blocks == 4 * [64, 26]
     assert value.item() == pytest.approx(cpt(z, None, 0.001).item(), rel=1e-9)
     assert first.isfinite().all()
     assert second.isfinite().all()
+
+
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("held", [1, 1 << 20])
+def test_cpt_derivatives_match_finite_differences(held: int, equal: bool) -> None:
+    same = torch.tensor([0, 1, 0] * 8) if equal else None
+    z = F.normalize(drawn(3, 24, 3), dim=-1).requires_grad_()
+
+    def loss(z: Tensor) -> Tensor:
+        return cpt(z, same, 0.5, held=held)
+
+    assert torch.autograd.gradcheck(loss, z)
+    assert torch.autograd.gradgradcheck(loss, z)
+
+
+def test_third_derivatives_of_cpt_are_refused() -> None:
+    z = drawn(3, 4, 5).requires_grad_()
+    (first,) = torch.autograd.grad(cpt(z), z, create_graph=True)
+    with pytest.raises(RuntimeError, match="no third derivatives"):
+        torch.autograd.grad(first.square().sum(), z, create_graph=True)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("equal", [False, True])
+def test_memory_of_cpt_is_linear_in_the_number_of_classes(second_order: bool, equal: bool) -> None:
+    """The largest amount of memory that is alive at any time, counted by what every operation gives back."""
+
+    def peak(classes: int) -> int:
+        z = drawn(2, classes, 4, dtype=torch.float32).requires_grad_()
+        same = torch.arange(classes) // 2 * 2 if equal else None
+        with PeakMemory() as memory:
+            (gradient,) = torch.autograd.grad(cpt(z, same, held=1), z, create_graph=second_order)
+            if second_order:
+                torch.autograd.grad(gradient.square().sum(), z)
+        return memory.peak
+
+    assert peak(1600) < 2.2 * peak(800)  # quadratic memory gives 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_process_memory_of_a_long_class_list_stays_small() -> None:
+    """Small results allocated between large temporary tensors once kept the allocator from reusing their memory."""
+    code = """
+import torch
+from selftpt.losses import cpt
+torch.set_num_threads(1)
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+z = torch.nn.functional.normalize(torch.randn(4, 4000, 8), dim=-1).requires_grad_()
+cpt(z[:, :600])
+before = peak()
+torch.autograd.grad(cpt(z), z)
+print((peak() - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100  # megabytes; all similarities would be 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -155,7 +239,7 @@ def test_cpt_does_not_overflow(size: float, temperature: float, dtype: torch.dty
     length=st.sampled_from([1e-3, 1.0, 1e3]),
 )
 def test_cross_entropy(labels: list[int], scale: float, length: float) -> None:
-    images = torch.nn.functional.normalize(drawn(len(labels), 6, seed=1), dim=-1)
+    images = F.normalize(drawn(len(labels), 6, seed=1), dim=-1)
     classes, target = length * drawn(4, 6, seed=2), torch.tensor(labels)
     found = derivatives(lambda w: cross_entropy(images, w, target, scale), classes)
     wanted = derivatives(lambda w: plain.cross_entropy(images, w, target, 1 / scale), classes)

@@ -242,11 +242,10 @@ def test_similarities_in_blocks_of_rows(chunk: int | None, monkeypatch: pytest.M
     loss, by_prompt = contrast_step(task, prompt, head)
     (step,) = run(model, names, Settings(), chunk=chunk)
 
-    blocks, similarity = [], losses._similarity
+    blocks: list[int] = []
+    softmax = losses._softmax
     monkeypatch.setattr(objective, "cpt", functools.partial(cpt, held=1))
-    monkeypatch.setattr(
-        losses, "_similarity", lambda z, rows, *a: (blocks.append(len(rows)), similarity(z, rows, *a))[1]
-    )
+    monkeypatch.setattr(losses, "_softmax", lambda block, t: (blocks.append(len(block)), softmax(block, t))[1])
     again, gradient = contrast_step(task, prompt, head)
     (other,) = run(model, names, Settings(), chunk=chunk)
     assert len(blocks) >= 8

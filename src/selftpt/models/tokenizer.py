@@ -78,7 +78,7 @@ class ClassTokens:
     @property
     def repeated(self) -> list[str]:
         """Names that stand more than once in the list, each once."""
-        return [self.names[i] for i in self.same.unique().tolist() if int((self.same == i).sum()) > 1]
+        return [self.names[i] for i, count in enumerate(self.same.bincount().tolist()) if count > 1]
 
     def subset(self, classes: Sequence[int]) -> ClassTokens:
         """The tokens of some classes, in the order given."""
