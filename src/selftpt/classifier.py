@@ -21,6 +21,7 @@ from selftpt.data.threads import in_threads
 from selftpt.errors import SelfTPTError
 from selftpt.files import read_tensors, write_tensors
 from selftpt.models import Model, ModelId, load_model
+from selftpt.names import check_names
 from selftpt.version import __version__
 
 Picture = str | os.PathLike[str] | Image.Image | Tensor
@@ -49,6 +50,9 @@ class Classifier:
     model_id: ModelId
     origin: Mapping[str, Any] = field(default_factory=dict)
     model: Model | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", check_names(self.names))
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str], weights: Tensor, **origin: Any) -> Classifier:

@@ -16,6 +16,7 @@ import typer
 
 from selftpt.config import Config, Precision, none_for_zero, setting
 from selftpt.errors import SelfTPTError
+from selftpt.names import check_names
 
 if TYPE_CHECKING:
     from selftpt.models import Model, ModelId
@@ -159,9 +160,10 @@ def read_names(names: str | None, file: Path | None) -> list[str]:
         listed = json.loads(text)
     except ValueError as error:
         raise SelfTPTError(f"{file} looks like JSON and is not: {error}") from error
-    if not all(isinstance(name, str) for name in listed):
-        raise SelfTPTError(f"{file} must be a JSON list of strings")
-    return list(listed)
+    try:
+        return list(check_names(listed))
+    except SelfTPTError as error:
+        raise SelfTPTError(f"{file} must be a JSON list of strings: {error}") from error
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from selftpt.data.decoding import SUFFIXES
 from selftpt.errors import SelfTPTError
+from selftpt.names import check_names
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class Source:
     names: tuple[str, ...]
     paths: tuple[Path, ...]
     labels: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", check_names(self.names))
 
     def few(self, shots: int | None, seed: int) -> Source:
         """At most `shots` pictures a class, by the published rule: classes in order of appearance, a sample of each."""

@@ -14,6 +14,7 @@ from selftpt.errors import SelfTPTError
 from selftpt.files import cache_folder
 from selftpt.methods import METHODS, Eyes, Job, Method
 from selftpt.models import Model
+from selftpt.names import check_names
 
 
 def chosen_method(name: str) -> Method:
@@ -49,7 +50,7 @@ class MethodPredictor:
         source: str | Path | None = None,
         on_error: Callable[[ImageError], None] = warn_of,
     ) -> None:
-        self.model, self.method, self.settings, self.names = model, method, settings, tuple(names)
+        self.model, self.method, self.settings, self.names = model, method, settings, check_names(names)
         job = Job(model, None if source is None else read_folder(source), cache_folder() / "learned", on_error)
         self.predictor = method.fit(job, settings)(self.names, template)
 

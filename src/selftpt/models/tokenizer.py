@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selftpt.config import ContrastConfig
 from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.names import check_names
 
 
 class Tokenizer:
@@ -123,8 +124,7 @@ def tokenize(names: Sequence[str], tokenizer: Tokenizer, room: int) -> ClassToke
 
 def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contrast: ContrastConfig) -> ClassTokens:
     """The class names of a task, each with room for `length` prompt vectors and for the hand-written sentence."""
-    if isinstance(names, str):
-        raise SelfTPTError(f"class names are a list of strings, not the string {names!r}")
+    names = check_names(names)
     if len(names) == 1:
         raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
     around = length + len(tokenizer.encode(".", after="photo"))
