@@ -51,7 +51,7 @@ def refused(source: Any, *words: str, **options: Any) -> str:
         open_image(source, **options)
     text = str(caught.value)
     assert "\n" not in text
-    assert text.startswith("the picture" if isinstance(source, Image.Image) else f"{os.fspath(source)}: ")
+    assert text.startswith("the image: " if isinstance(source, Image.Image) else f"{os.fspath(source)}: ")
     for word in words:
         assert word in text
     return text
@@ -197,33 +197,13 @@ def exif_with(tag: int, kind: int, value: bytes) -> bytes:
     return b"Exif\0\0MM\0*" + struct.pack(">IH", 8, len(entries)) + body + bytes(4)
 
 
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.filterwarnings("error")
 def test_bad_tags_do_not_spoil_a_picture(tmp_path: Path) -> None:
     """A width that is text: the turn asked for beside it is still made. Nonsense: no turn."""
     stored, _ = pictures.turned(scene(), 6)
     assert opened(tmp_path / "a.jpg", encoded(stored, "JPEG", exif=exif_with(0x0100, 2, bytes(4)))).size == (64, 32)
     for nonsense in (b"Exif\0\0", b"Exif\0\0garbage!", b"Exif\0\0II*\0\xff\xff\xff\xff"):
         assert opened(tmp_path / "b.jpg", encoded(stored, "JPEG", exif=nonsense)).size == (32, 64)
-
-
-@pytest.mark.parametrize("error", [OSError(), SyntaxError(), struct.error(), KeyError()])
-def test_tags_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    def broken(_: Image.Image) -> None:
-        raise error
-
-    monkeypatch.setattr(Image.Image, "getexif", broken)
-    assert pictures.quarters(open_image(scene())) == QUARTERS
-
-
-def test_uncommon_formats_are_loaded_when_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Pillow does, which knows five formats at first."""
-    known, data = ["BMP", "GIF", "JPEG", "PPM", "PNG"], encoded(scene(), "TIFF")
-    monkeypatch.setattr(Image, "ID", known)
-    monkeypatch.setattr(Image, "preinit", lambda: None)
-    monkeypatch.setattr(Image, "init", lambda: known.append("TIFF"))
-    assert opened(tmp_path / "a.png", encoded(scene(), "PNG")).size == (64, 32)
-    assert "TIFF" not in known
-    assert opened(tmp_path / "a.tif", data).size == (64, 32)
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF"])
@@ -263,14 +243,15 @@ def test_not_pictures(tmp_path: Path) -> None:
     text, empty = tmp_path / "text.jpg", tmp_path / "empty.png"
     text.write_text("It was a dark and stormy night. " * 50)
     empty.touch()
-    refused(text, "not a picture of a known format")
-    refused(empty, "not a picture of a known format")
+    refused(text, "not an image of a known format")
+    refused(empty, "not an image of a known format")
     refused(tmp_path / "none.jpg", "no such file")
     refused(str(tmp_path / "none.jpg"), "no such file")
     refused(tmp_path, "folder")
     refused(text / "inside.jpg", "cannot be read")
     refused(tmp_path / ("x" * 300), "cannot be read")
-    refused("a\0b.jpg", "cannot be read")
+    with pytest.raises(ImageError, match=r"^'a\\x00b\\nc\.jpg': cannot be read"):
+        open_image("a\0b\nc.jpg")
 
 
 def no_permission(tmp_path: Path) -> Path:
@@ -286,17 +267,18 @@ def test_no_permission(tmp_path: Path) -> None:
 
 
 def test_no_permission_for_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def locked(self: Path, *_: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    def locked(path: str, *_: Any) -> None:
+        raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(Path, "open", locked)
-    refused(no_permission(tmp_path), "no permission")
+    path = no_permission(tmp_path)
+    monkeypatch.setattr(os, "open", locked)
+    refused(path, "no permission")
 
 
 def test_numbers_that_are_no_colours(tmp_path: Path) -> None:
     path = tmp_path / "depth.tif"
     Image.fromarray(np.zeros((4, 4), np.float32)).save(path)
-    refused(path, "cannot be brought to RGB", "floating-point")
+    refused(path, "cannot be converted to RGB", "floating-point")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no\nplane"), MemoryError(), struct.error("short"), KeyError(7)])
@@ -311,9 +293,8 @@ def test_whatever_a_decoder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(JpegImagePlugin.JpegImageFile, "load", broken)
         refused(path, "damaged or cut short")
-    if not isinstance(error, struct.error):  # which means: try another format
-        monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "_open", broken)
-        refused(path)
+    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "_open", broken)
+    refused(path)
 
 
 SAMPLES = [
