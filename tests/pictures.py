@@ -104,6 +104,21 @@ def png(
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
+def tiff(tags: dict[int, int | tuple[int, ...]], data: bytes) -> bytes:
+    """A little-endian TIFF file: header, data at 8, then one directory of LONG tags."""
+    start = 8 + len(data) + len(data) % 2
+    extra, entries = b"", b""
+    after = start + 2 + 12 * len(tags) + 4
+    for tag, value in sorted(tags.items()):
+        values = value if isinstance(value, tuple) else (value,)
+        packed = struct.pack(f"<{len(values)}I", *values)
+        if len(values) > 1:
+            packed, extra = struct.pack("<I", after + len(extra)), extra + packed
+        entries += struct.pack("<HHI", tag, 4, len(values)) + packed
+    header = b"II*\0" + struct.pack("<I", start) + data + bytes(len(data) % 2)
+    return header + struct.pack("<H", len(tags)) + entries + bytes(4) + extra
+
+
 def black_png(width: int, height: int) -> bytes:
     """A large picture in a small file: a bit a pixel, all black."""
     return png(width, height, 1, 0, (bytes((width + 7) // 8) for _ in range(height)))

@@ -303,7 +303,7 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
     def predict(*pictures: Path, **_: object) -> Answer:
         return run("predict", *pictures, "--classifier", place.classifier, "--json")
 
-    for bad, words in ((cut, "cut short"), (text, "not a picture"), (huge, "100 megapixels")):
+    for bad, words in ((cut, "cut short"), (text, "not an image"), (huge, "100 megapixels")):
         answer = predict(bad)
         refused(answer, words, str(bad))
         assert len(answer.err.splitlines()) == 1

@@ -47,21 +47,6 @@ def never(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> None:
         monkeypatch.setattr(owner, name, called)
 
 
-def tiff(tags: dict[int, int | tuple[int, ...]], data: bytes, at: int = 8) -> bytes:
-    """A little-endian TIFF file: header, data at 8, then one directory of LONG tags; `at` is the offset of strips."""
-    start = 8 + len(data) + len(data) % 2
-    extra, entries = b"", b""
-    after = start + 2 + 12 * len(tags) + 4
-    for tag, value in sorted(tags.items()):
-        values = value if isinstance(value, tuple) else (value,)
-        packed = struct.pack(f"<{len(values)}I", *values)
-        if len(values) > 1:
-            packed, extra = struct.pack("<I", after + len(extra)), extra + packed
-        entries += struct.pack("<HHI", tag, 4, len(values)) + packed
-    header = b"II*\0" + struct.pack("<I", start) + data + bytes(len(data) % 2)
-    return header + struct.pack("<H", len(tags)) + entries + bytes(4) + extra
-
-
 def grey_tiff(width: int, height: int, compression: int, data: bytes, **tags: Any) -> bytes:
     names = {
         "rows": 278,
@@ -73,7 +58,7 @@ def grey_tiff(width: int, height: int, compression: int, data: bytes, **tags: An
         "sizes": 325,
     }
     fixed = {256: width, 257: height, 258: 8, 259: compression, 262: 1, 277: 1}
-    return tiff(fixed | {names[name]: value for name, value in tags.items()}, data)
+    return pictures.tiff(fixed | {names[name]: value for name, value in tags.items()}, data)
 
 
 # Only regular files

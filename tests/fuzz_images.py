@@ -1,0 +1,490 @@
+"""Mutation fuzz of image files: each is an RGB image of its declared size or is refused in one line.
+
+`python -m tests.fuzz_images --n 5000 --seed 1`. A worker process opens every file with `open_image` and classifies it;
+the parent watches its time, its memory and what it writes to stderr. A case is repeated with its seed and number:
+`--n 1 --seed 1 --first 1234 --keep folder` also keeps its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import resource
+import select
+import struct
+import subprocess
+import sys
+import tempfile
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, features
+
+from tests import pictures
+
+SECONDS = 60  # for one image, on a busy machine
+REFUSED_MB = 1000  # memory that a refused image may take
+ACCEPTED_MB, BYTES_PER_PIXEL = 300, 24  # an accepted one, beside that
+FORMATS = {"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"}
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # libtiff reports damage on stderr, which only it can change
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a campaign found; `failures` has one line per failed case."""
+
+    cases: int
+    seed: int
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    peak_mb: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.most_common())
+        peaks = ", ".join(f"{peak:.0f} MB for {outcome}" for outcome, peak in self.peak_mb.items())
+        head = f"{self.cases} images, seed {self.seed}: {outcomes}; peak memory {peaks}; {len(self.failures)} failures"
+        return "\n".join([head, *self.failures])
+
+
+# Valid images
+
+
+def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+    """Small images of every format and mode: a name, the file, and the size as seen, 0 x 0 if unsupported."""
+    image = pictures.noise(3, 37, 23)
+    wide = np.arange(37 * 23, dtype=np.uint16).reshape(23, 37) * 70
+    alpha = image.copy()
+    alpha.putalpha(image.convert("L"))
+    modes = {mode: image.convert(mode) for mode in ("1", "L", "P", "RGB", "CMYK")}
+    modes |= {"RGBA": alpha, "LA": alpha.convert("LA"), "I;16": Image.fromarray(wide), "I": modes["L"].convert("I")}
+    saved: list[tuple[str, str, dict[str, Any]]] = [
+        *(("JPEG", mode, options) for mode in ("L", "RGB", "CMYK") for options in ({}, {"progressive": True})),
+        ("JPEG", "RGB", {"xmp": b'tiff:Orientation="1"', "icc_profile": bytes(300), "comment": b"a comment"}),
+        *(("PNG", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "I;16")),
+        ("PNG", "P", {"transparency": 3, "icc_profile": bytes(300)}),
+        *(("GIF", mode, {"comment": b"a comment"}) for mode in ("1", "L", "P", "RGBA")),
+        *(("BMP", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA")),
+        *(("PPM", mode, {}) for mode in ("1", "L", "RGB", "I")),
+        *(("TIFF", mode, {}) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "I;16", "I")),
+        *(("TIFF", "RGB", {"compression": f"tiff_{name}"}) for name in ("lzw", "deflate", "adobe_deflate")),
+        *(("TIFF", "RGB", {"compression": name}) for name in ("jpeg", "packbits", "zstd")),
+        *(("TIFF", "1", {"compression": name}) for name in ("group3", "group4")),
+        ("TIFF", "RGB", {"big_tiff": True}),
+        *(("WEBP", mode, options) for mode in ("RGB", "RGBA") for options in ({}, {"lossless": True})),
+        *(("AVIF", mode, {}) for mode in ("L", "RGB", "RGBA")),
+    ]
+    for format, mode, options in saved:
+        if format not in ("WEBP", "AVIF") or features.check(format.lower()):
+            yield f"{format} {mode} {' '.join(options)}", pictures.encoded(modes[mode], format, **options), (37, 23)
+    frames: dict[str, Any] = {"save_all": True, "append_images": [pictures.noise(seed, 37, 23) for seed in (4, 5)]}
+    for format in ("GIF", "PNG", "WEBP", "TIFF", "MPO"):
+        options = frames | ({"disposal": 2} if format == "GIF" else {})
+        yield f"{format} animated", pictures.encoded(image, format, **options), (37, 23)
+    for format in ("JPEG", "PNG", "WEBP"):
+        stored, exif = pictures.turned(image, 6)
+        yield f"{format} turned", pictures.encoded(stored, format, exif=exif), (37, 23)
+    colours = image.tobytes()
+    yield "PPM 16-bit", b"P5 37 23 65535\n" + wide.astype(">u2").tobytes(), (37, 23)
+    yield "PPM maxval", b"P6 # comment\n37 23 200\n" + bytes(min(value, 200) for value in colours), (37, 23)
+    yield "PPM plain", b"P3 37 23 255\n" + b" ".join(b"%d" % value for value in colours), (37, 23)
+    yield "PBM plain", b"P1 4 4\n" + b"0 1 1 0\n" * 4, (4, 4)
+    rows = [colours[row * 111 : row * 111 + 111] for row in range(23)]
+    deep = [bytes(value for byte in row for value in (byte, 7)) for row in rows]
+    yield "PNG 16-bit RGB", pictures.png(37, 23, 16, 2, deep, [(b"tRNS", struct.pack(">3H", 1, 2, 3))]), (37, 23)
+    packed = b"name\0\0" + zlib.compress(bytes(50_000))
+    yield (
+        "PNG texts",
+        pictures.png(37, 23, 8, 2, rows, [(b"zTXt", packed), (b"iCCP", packed), (b"tEXt", b"a\0b")]),
+        (37, 23),
+    )
+    run_length = bytes(byte for _ in range(23) for byte in (37, 5, 0, 0)) + b"\0\1"
+    header = struct.pack("<IiiHHIIiiII", 40, 37, 23, 1, 8, 1, len(run_length), 0, 0, 256, 0) + bytes(1024)
+    yield (
+        "BMP run-length",
+        b"BM" + struct.pack("<IHHI", 14 + len(header), 0, 0, 14 + len(header)) + header + run_length,
+        (37, 23),
+    )
+    for name, compress in (("raw", bytes), ("deflate", zlib.compress)):
+        tile = compress(bytes(range(256)) * 3)
+        tags = {256: 37, 257: 23, 258: 8, 259: 1 if name == "raw" else 8, 262: 2, 277: 3, 284: 1, 322: 16, 323: 16}
+        places = [8 + len(tile) * index for index in range(6)]
+        tags |= {258: (8, 8, 8), 324: tuple(places), 325: (len(tile),) * 6}
+        yield f"TIFF tiles {name}", pictures.tiff(tags, tile * 6), (37, 23)
+    large = pictures.png(5000, 5000, 1, 0, [bytes(625)] * 5000)
+    entry = struct.pack("<4B2H2I", 16, 16, 0, 0, 1, 32, len(large), 22)
+    yield "TIFF lzma", pictures.encoded(image, "TIFF", compression="lzma"), (0, 0)
+    yield "ICO", struct.pack("<3H", 0, 1, 1) + entry + large, (0, 0)
+    yield "EPS", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 37 23\n%%EndComments\nshowpage\n", (0, 0)
+
+
+# Mutations: each takes a file and changes it, with the others at hand
+
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    16,
+    127,
+    255,
+    256,
+    4095,
+    8000,
+    16383,
+    30000,
+    32767,
+    65535,
+    2**20,
+    2**27,
+    2**31 - 1,
+    2**32 - 1,
+)
+
+
+def place(rng: random.Random, data: bytes) -> int:
+    """Mostly in the header or, for TIFF, the directory at the end."""
+    end = len(data)
+    return min(
+        rng.choice([rng.randrange(32), rng.randrange(128), end - 1 - rng.randrange(min(end, 300)), rng.randrange(end)]),
+        end - 1,
+    )
+
+
+def flip(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 4, 16])):
+        changed[place(rng, data)] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def number(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    """Dimensions, tile sizes, bit depths, compressions, counts, offsets: any field may be hit."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at, kind = place(rng, data), rng.choice(["<B", "<H", ">H", "<I", ">I"])
+        packed = struct.pack(kind, rng.choice(NUMBERS) % 256 ** struct.calcsize(kind))
+        changed[at : at + len(packed)] = packed
+    return bytes(changed)
+
+
+def dimensions(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
+    """The fields that give the width and the height, wherever the format has them."""
+    width, height = (rng.choice([1, 5, 40, 1000, 7000, 8900, 16383, 20000, 65535, 2**24, 2**31]) for _ in range(2))
+    changed = bytearray(data)
+    if data.startswith(b"\x89PNG"):
+        changed[16:24] = struct.pack(">II", width, height)
+    elif data.startswith(b"GIF"):
+        frame = data.find(b",\0\0\0\0")
+        for at in {6, frame + 5 if frame > 0 and rng.random() < 0.5 else 6}:
+            changed[at : at + 4] = struct.pack("<HH", width % 65536, height % 65536)
+    elif data.startswith(b"BM"):
+        changed[18:26] = struct.pack("<II", width, height)
+    elif data.startswith(b"\xff\xd8") and (found := re.search(rb"\xff[\xc0-\xc2]\0", data)):
+        changed[found.start() + 5 : found.start() + 9] = struct.pack(">HH", height % 65536, width % 65536)
+    elif data.startswith(b"P") and (found := re.search(rb"37 23|37\n23", data)):
+        changed[found.start() : found.end()] = b"%d %d" % (width, height)
+    elif b"ispe" in data:
+        at = data.index(b"ispe") + 8
+        changed[at : at + 8] = struct.pack(">II", width, height)
+    elif data[12:16] == b"VP8X":
+        changed[24:30] = (width % 2**24).to_bytes(3, "little") + (height % 2**24).to_bytes(3, "little")
+    elif data[12:16] == b"VP8 ":
+        changed[26:30] = struct.pack("<HH", width % 65536, height % 65536)
+    elif data.startswith(TIFF):
+        return directory(rng, data, [256, 257], [width, height])
+    else:
+        return number(rng, data, others)
+    return bytes(changed)
+
+
+def directory(rng: random.Random, data: bytes, only: list[int], values: list[int]) -> bytes:
+    """Change entries of the first directory of a TIFF file, all those of the given tags."""
+    order = "<" if data.startswith(b"II") else ">"
+    changed, kinds = bytearray(data), {1: "B", 3: "H", 4: "I"}
+    if data[2:4] not in (b"*\0", b"\0*"):
+        return data
+    (start,) = struct.unpack_from(f"{order}I", data, 4)
+    if start + 2 > len(data):
+        return data
+    (count,) = struct.unpack_from(f"{order}H", data, start)
+    for entry in range(start + 2, min(start + 2 + 12 * count, len(data) - 12), 12):
+        tag, kind, _ = struct.unpack_from(f"{order}HHI", data, entry)
+        if tag in only:
+            value = values[only.index(tag) % len(values)]
+            code = kinds.get(kind, "I")
+            struct.pack_into(order + code, changed, entry + 8, value % 256 ** struct.calcsize(code))
+    return bytes(changed)
+
+
+def tags(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
+    """Bits, compression, colours, samples, rows, planes, predictor, tiles, sample format of a TIFF file."""
+    if not data.startswith(TIFF):
+        return flip(rng, data, others)
+    chosen = rng.sample([258, 259, 262, 266, 273, 274, 277, 278, 279, 284, 317, 322, 323, 324, 325, 338, 339], 3)
+    return directory(rng, data, chosen, [rng.choice([*NUMBERS, 5, 6, 32773, 50000, 34712]) for _ in chosen])
+
+
+def cut(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    return data[: rng.randrange(len(data))]
+
+
+def repeat(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    start, length = place(rng, data), rng.randrange(1, 400)
+    return data[:start] + data[start : start + length] * rng.choice([2, 3, 1000]) + data[start + length :]
+
+
+def remove(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    start = place(rng, data)
+    return data[:start] + data[start + rng.randrange(1, 200) :]
+
+
+def noise(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    """A valid start, then anything."""
+    return data[: rng.choice([4, 8, 16, 32, 64])] + rng.randbytes(rng.randrange(3000))
+
+
+def join(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
+    """Two files in one: one after the other, or the start of one with the rest of the other."""
+    other, at = rng.choice(others), rng.choice([4, 12, 16, 30, 100])
+    return data + other if rng.random() < 0.5 else data[:at] + other[at:]
+
+
+def same(_: random.Random, data: bytes, __: list[bytes]) -> bytes:
+    return data
+
+
+MUTATIONS: list[Callable[[random.Random, bytes, list[bytes]], bytes]] = [
+    *(flip, number, number, dimensions, dimensions, tags, tags, cut, repeat, remove, noise, join, same),
+]
+
+
+def checksums(data: bytes) -> bytes:
+    """Correct the checksums of a PNG file, without which every change is noticed at once."""
+    changed, at = bytearray(data), 8
+    while data.startswith(b"\x89PNG") and at + 12 <= len(data):
+        length = int.from_bytes(data[at : at + 4], "big")
+        if at + 12 + length > len(data):
+            break
+        changed[at + 8 + length : at + 12 + length] = struct.pack(">I", zlib.crc32(data[at + 4 : at + 8 + length]))
+        at += 12 + length
+    return bytes(changed)
+
+
+def case(
+    index: int, seed: int, valid: list[tuple[str, bytes, tuple[int, int]]]
+) -> tuple[str, bytes, tuple[int, int] | None]:
+    """What was done, the file, and its size if nothing was done."""
+    rng = random.Random(f"{seed} {index}")
+    name, data, size = rng.choice(valid)
+    others, done = [other for _, other, _ in valid], []
+    for mutate in rng.choices(MUTATIONS, k=rng.choice([1, 1, 1, 2, 3])):
+        if data:
+            data, done = mutate(rng, data, others), [*done, mutate.__name__]
+    if rng.random() < 0.7:
+        data = checksums(data)
+    return f"{name}: {', '.join(done)}", data, size if set(done) == {"same"} and size[0] else None
+
+
+# The worker
+
+
+def memory(name: str) -> float:
+    """A line of /proc/self/status in MB; 0 where there is none."""
+    try:
+        found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) / 1024 if found else 0
+
+
+def reset_peak() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def work() -> None:
+    """Answer every path on stdin with a line of JSON on stdout."""
+    import torch
+
+    from selftpt import Classifier, load_model
+    from selftpt.data.decoding import ImageError, open_image
+
+    torch.set_num_threads(1)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, hard))
+    model = load_model("selftpt-tiny")
+    weights = torch.nn.functional.normalize(torch.ones(2, model.dimension), dim=-1)
+    classifier = Classifier(("a", "b"), weights, 1.0, model.id, {}, model)
+    list(classifier.predict([pictures.noise(0)]))
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        path, answer = line.rstrip("\n"), dict[str, Any]()
+        before = memory("VmRSS")
+        reset_peak()
+        try:
+            image = open_image(path)
+            answer |= {"outcome": "accepted", "mode": image.mode, "size": image.size}
+            del image
+        except ImageError as error:
+            answer |= {"outcome": "refused", "text": str(error)}
+        except BaseException as error:
+            answer |= {"outcome": "failed", "text": repr(error)}
+        answer["mb"] = memory("VmHWM") - before
+        if answer["outcome"] == "accepted":
+            answer["declared"] = declared(path)
+        errors: list[ImageError] = []
+        try:
+            predictions = list(classifier.predict([path], on_error=errors.append))
+            answer |= {"predictions": len(predictions), "errors": [str(error) for error in errors]}
+        except BaseException as error:
+            answer |= {"outcome": "failed", "text": f"predict: {error!r}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def declared(path: str) -> tuple[str | None, tuple[int, int]]:
+    """The format and size that Pillow reads in the file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(path) as image:
+            return image.format, image.size
+
+
+class Worker:
+    """The process that opens the images, started again after one that it does not survive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.errors = folder / "stderr"
+        self.start()
+
+    def start(self) -> None:
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fuzz_images", "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        if self.answer(600) != b"ready\n":
+            raise RuntimeError(f"the worker does not start: {self.errors.read_text()}")
+        self.read = self.errors.stat().st_size
+
+    def answer(self, seconds: float) -> bytes | None:
+        """A line, empty if the process ended, None if it did not answer in time."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        return self.process.stdout.readline() if ready else None
+
+    def ask(self, path: Path) -> tuple[dict[str, Any], str]:
+        """The answer to one image and what was written to stderr."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{path}\n".encode())
+        self.process.stdin.flush()
+        line = self.answer(SECONDS)
+        said = self.errors.read_bytes()[self.read :].decode(errors="replace")
+        self.read += len(said.encode())
+        if line:
+            return json.loads(line), said
+        text = f"no answer in {SECONDS} seconds" if line is None else "the process ended"
+        self.stop()
+        self.start()
+        return {"outcome": "failed", "text": text}, said
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def judge(answer: dict[str, Any], said: str, path: Path, data: bytes, size: tuple[int, int] | None) -> str | None:
+    """What is wrong with an answer, None if nothing is."""
+    if answer["outcome"] == "failed":
+        return str(answer["text"])
+    if said and not data.startswith(TIFF):
+        return f"wrote to stderr: {said[:300]!r}"
+    if "Traceback" in said:
+        return f"a traceback: {said[-300:]!r}"
+    if answer["outcome"] == "refused":
+        text = answer["text"]
+        if not text.startswith(f"{path}: ") or not text.isprintable():
+            return f"not one line that names the file: {text!r}"
+        if size:
+            return f"a valid image is refused: {text}"
+        if answer["predictions"] or answer["errors"] != [text]:
+            return f"predict differs: {answer}"
+        return f"{answer['mb']:.0f} MB for a refused image: {text}" if answer["mb"] > REFUSED_MB else None
+    width, height = answer["size"]
+    format, found = answer["declared"]
+    if answer["mode"] != "RGB" or sorted(found) != sorted([width, height]) or format not in FORMATS:
+        return f"not the declared image: {answer}"
+    if size and (width, height) != size:
+        return f"{width} x {height} instead of {size}"
+    if answer["predictions"] != 1 or answer["errors"]:
+        return f"predict differs: {answer}"
+    allowed = ACCEPTED_MB + width * height * BYTES_PER_PIXEL / 1e6
+    return f"{answer['mb']:.0f} MB for {width} x {height} pixels" if answer["mb"] > allowed else None
+
+
+def run(n: int, seed: int, first: int = 0, keep: Path | None = None) -> Report:
+    """Open `n` mutated images.
+
+    Args:
+        n: The number of cases.
+        seed: Decides the cases together with their numbers.
+        first: The number of the first case.
+        keep: Folder in which the files of failed cases are kept.
+    """
+    report, valid = Report(n, seed), list(samples())
+    with tempfile.TemporaryDirectory() as folder:
+        worker = Worker(Path(folder))
+        try:
+            for index in range(first, first + n):
+                name, data, size = case(index, seed, valid)
+                path = Path(folder, f"{index}.jpg")
+                path.write_bytes(data)
+                answer, said = worker.ask(path)
+                wrong = judge(answer, said, path, data, size)
+                outcome = "failed" if wrong else answer["outcome"]
+                report.outcomes[outcome] += 1
+                report.peak_mb[outcome] = max(report.peak_mb.get(outcome, 0), answer.get("mb", 0))
+                if wrong:
+                    report.failures.append(f"case {index} ({name}): {wrong}")
+                    if keep:
+                        keep.mkdir(parents=True, exist_ok=True)
+                        (keep / f"{seed}-{index}").write_bytes(data)
+                path.unlink()
+        finally:
+            worker.stop()
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--keep", type=Path, help="folder for the files of failed cases")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work()
+        return
+    report = run(options.n, options.seed, options.first, options.keep)
+    print(report)
+    sys.exit(1 if report.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""A few hundred mutated images; `python -m tests.fuzz_images --n 5000` runs a campaign."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from selftpt.data.decoding import open_image
+from tests.fuzz_images import run, samples
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory cannot be measured here")
+def test_mutated_images_are_decoded_or_refused_in_one_line() -> None:
+    seed = int(os.environ.get("SELFTPT_FUZZ_SEED", "0"))
+    report = run(200, seed)
+    print(report)
+    assert not report.failures, f"SELFTPT_FUZZ_SEED={seed}\n{report}"
+
+
+def test_the_unchanged_samples_are_valid(tmp_path: Path) -> None:
+    """Otherwise the mutations would be refused for another reason."""
+    for name, data, size in samples():
+        if size != (0, 0):
+            path = tmp_path / "a"
+            path.write_bytes(data)
+            assert open_image(path).size == size, name
