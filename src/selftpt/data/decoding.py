@@ -146,7 +146,7 @@ def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
             f"an image is a path, a PIL image, an array [H, W, 3] or a tensor [3, H, W], not {type(source).__name__}"
         )
     path = os.fsdecode(source)
-    name = path if path.isprintable() else ascii(path)
+    name = ascii(path) if re.search(r"[\0-\x1f\x7f-\x9f\u2028\u2029]", path) else path  # in one line
     try:
         with _open_regular(path, name) as file:
             return _decode(_identify(file, name, max_megapixels), name, max_megapixels)
