@@ -1,0 +1,107 @@
+"""The paths of a GPU, on a pretend one: what a GPU refuses is refused, and the results are those of the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import selftpt
+from selftpt.config import AdaptConfig, LearnConfig, PredictConfig
+from selftpt.data.sources import images_in
+from selftpt.methods import METHODS
+from selftpt.methods.prediction import MethodPredictor
+from selftpt.models import Model
+from tests.folders import make_photos
+from tests.pretend_device import DeviceError, pretend_device
+from tests.small import small
+from tests.test_methods import World, small_settings, world  # noqa: F401
+
+NAMES = ("red fox", "blue whale", "kite")
+
+
+@pytest.fixture
+def gpu() -> Iterator[torch.device]:
+    with pretend_device() as device:
+        yield device
+
+
+def on(device: torch.device | str, kind: str = "vit") -> Model:
+    """A small model with a copy of its weights on a device."""
+    made = small(kind)
+    return Model(copy.deepcopy(made.clip), made.tokenizer, made.model.id, made.spec.dimension, str(device), "fp32")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda here: here + torch.ones(3),
+        lambda here: torch.stack([here, torch.ones(3)]),
+        lambda here: here.numpy(),
+        lambda here: here.uniform_(generator=torch.Generator()),
+        lambda here: torch.randn(3, device=here.device, generator=torch.Generator()),
+        lambda here: torch.randn(3, generator=torch.Generator(here.device)),
+        lambda here: here.requires_grad_().to("cpu").dot(here),
+    ],
+)
+def test_what_a_gpu_refuses_is_refused(wrong: Callable[[Tensor], object], gpu: torch.device) -> None:
+    with pytest.raises(DeviceError):
+        wrong(torch.zeros(3, device=gpu))
+
+
+def test_what_a_gpu_allows_is_allowed(gpu: torch.device) -> None:
+    here = torch.arange(6.0, device=gpu).view(2, 3)
+    assert here.device == gpu
+    assert (here * torch.tensor(2.0)).device == gpu
+    assert here[torch.tensor([1])].device == gpu
+    assert here.cpu().numpy().tolist() == here.tolist()
+    assert here.cpu().device == torch.device("cpu")
+    leaf = torch.ones(3, requires_grad=True)
+    (grad,) = torch.autograd.grad((here @ leaf.to(gpu)).square().sum(), leaf, create_graph=True)
+    assert grad.device == leaf.device
+    grad.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.device == leaf.device
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip"])
+def test_the_three_stages(kind: str, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path / "photos")
+    asked = images_in(photos)[:3]
+
+    def stages(model: Model) -> list[Tensor]:
+        prompt = selftpt.learn(model, photos, LearnConfig(epochs=2, classes_per_step=2))
+        found = [prompt.context.cpu()]
+        for made in (
+            selftpt.zero_shot(model, NAMES),
+            selftpt.adapt(model, prompt, NAMES, AdaptConfig(steps=2, chunk=2)),
+        ):
+            answers = [list(made.predict(asked, config=PredictConfig(views=views))) for views in (1, 3)]
+            found += [made.weights.cpu(), *(torch.tensor([a.probabilities for a in each]) for each in answers)]
+        return found
+
+    wanted = stages(on("cpu", kind))
+    with pretend_device() as gpu:
+        found = stages(on(gpu, kind))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name: str, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
+    method, source = METHODS[name], world.folder / "source"
+
+    def answers(model: Model, cache: str) -> Tensor:
+        monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / cache))
+        settings = small_settings(name, world)
+        made = MethodPredictor(model, method, settings, NAMES, source=source if method.learns else None)
+        return torch.tensor([answer.probabilities for answer in made.predict(world.pictures, top=3)])
+
+    wanted = answers(on("cpu"), "cpu")
+    with pretend_device() as gpu:
+        found = answers(on(gpu), "gpu")
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
