@@ -86,7 +86,7 @@ def unseen(model: Model, imagenet: Dataset) -> float:
     with torch.inference_mode():
         for pixels in show(model, [path for path, _ in rows]):
             laid = model.preprocess.normalize(pixels).contiguous(memory_format=torch.channels_last)
-            seen.append(model.image.encode.trunk(laid))
+            seen.append(model.image.visual.trunk(laid))
     features = F.normalize(torch.cat(seen) @ exam["projection"].float().t() + exam["bias"], dim=-1)
     return top(features @ exam["vectors"].float().t(), torch.tensor([label for _, label in rows]), 1)
 

@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model("ViT-B-32", "random", device="cpu")
-    clip = model.image.clip
+    clip = model.clip
     transform = image_transform_v2(PreprocessCfg(**clip.visual.preprocess_cfg), is_train=False)
 
     with tempfile.TemporaryDirectory() as folder:

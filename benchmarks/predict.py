@@ -51,7 +51,7 @@ def main() -> None:
     model = load_model("ViT-B-32", "random", device="cpu")
     weights = F.normalize(torch.randn(100, model.dimension), dim=-1)
     classifier = Classifier(tuple(f"class {i}" for i in range(100)), weights, 100.0, model.id, model=model)
-    clip, config = model.image.clip, PredictConfig(batch=options.batch)
+    clip, config = model.clip, PredictConfig(batch=options.batch)
     transform = image_transform_v2(PreprocessCfg(**clip.visual.preprocess_cfg), is_train=False)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ class PlainEncoder:
     views: tuple[View, ...] = VIEWS
 
     def __init__(self, model: Model, tokens: ClassTokens, length: int) -> None:
-        self.clip, self.shape = model.text.clip, (len(VIEWS), len(tokens))
+        self.clip, self.shape = model.clip, (len(VIEWS), len(tokens))
         tokenizer = model.text.tokenizer
         dot, rows, index = tokenizer.encode("."), list[int](), list[int]()
         sentences: list[list[int]] = []

@@ -27,7 +27,7 @@ class PlainTPT:
     """One prompt, tuned and put back for every picture; open_clip's own modules over every position."""
 
     def __init__(self, model: Model, names: Sequence[str], settings: Settings) -> None:
-        self.clip, self.scale, self.settings = model.text.clip, model.scale, settings
+        self.clip, self.scale, self.settings = model.clip, model.scale, settings
         tokenizer = model.text.tokenizer
         words = tokenizer.encode(settings.words)
         self.ids = torch.tensor(

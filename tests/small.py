@@ -119,15 +119,15 @@ class PiecesTokenizer(HFTokenizer):
 class Spec:
     """How a kind is built, and what is known of it.
 
-    short, short_image: which towers can be walked the short way.
+    packed: whether the text tower supports the packed forward; blocks: whether the image tower runs the block loop.
     causal, pool: what the text tower does; pool is where the features are read: at the end token, in the last
     position, in an extra class row, or as a mean.
     """
 
     vision: dict[str, Any]
     text: dict[str, Any]
-    short: bool
-    short_image: bool
+    packed: bool
+    blocks: bool
     build: Any = open_clip.CLIP
     frame: Frame = CLIP_FRAME
     clean: str | None = None
@@ -178,7 +178,7 @@ SPECS: dict[str, Spec] = {
         _vit(pool_type="avg"),
         _text(**_FEW, pool_type="eos", eos_id=1),
         True,
-        False,
+        True,
         frame=Frame((), 1, 0),
         clean="canonicalize",
     ),
@@ -218,7 +218,7 @@ SPECS: dict[str, Spec] = {
         _vit(pool_type="avg", final_ln_after_pool=True),
         _text(**_FEW, context_length=32, no_causal_mask=True, pool_type="last"),
         False,
-        False,
+        True,
         frame=Frame((2,), 0, 0),
         clean="whitespace",
         marks=_BERT_MARKS,
@@ -230,7 +230,7 @@ SPECS: dict[str, Spec] = {
         _vit(attentional_pool=True, attn_pooler_heads=4, attn_pooler_queries=5, output_tokens=True),
         _text(context_length=76, embed_cls=True, output_tokens=True),
         False,
-        False,
+        True,
         open_clip.CoCa,
         pool="class",
         more={"multimodal_cfg": {"context_length": 76, "width": 32, "heads": 4, "layers": 1, "vocab_size": 50}},
@@ -252,8 +252,9 @@ SPECS: dict[str, Spec] = {
     ),
 }
 KINDS = tuple(SPECS)
-SHORT = tuple(kind for kind, spec in SPECS.items() if spec.short)
-PLAIN = tuple(kind for kind, spec in SPECS.items() if not spec.short)
+PACKED = tuple(kind for kind, spec in SPECS.items() if spec.packed)
+REFERENCE = tuple(kind for kind, spec in SPECS.items() if not spec.packed)
+BLOCKS = tuple(kind for kind, spec in SPECS.items() if spec.blocks)
 
 
 @dataclass(frozen=True)

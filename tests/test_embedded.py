@@ -53,7 +53,7 @@ def test_it_is_an_open_clip_folder_of_at_most_22_megabytes(model: Model) -> None
 
 
 def test_its_text_tower_goes_the_short_way(model: Model) -> None:
-    assert model.text.short
+    assert model.text.supports_packed
     assert (model.id.name, model.id.pretrained, model.id.meaningless) == (EMBEDDED, None, False)
 
 

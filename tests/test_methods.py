@@ -161,7 +161,7 @@ def test_a_batch_is_one_by_one(name: str, world: World, tmp_path: Path) -> None:
 @every_method
 def test_the_model_is_left_alone(name: str, world: World, tmp_path: Path) -> None:
     asked = Asked(name, world, tmp_path)
-    clip = asked.model.text.clip
+    clip = asked.model.clip
     before, training_mode = _digest(clip, {}), clip.training
     asked.answer()
     assert _digest(clip, {}) == before

@@ -43,7 +43,7 @@ def test_a_checkpoint_file_is_taken_for_a_known_architecture(tmp_path: Path) -> 
     state = open_clip.create_model("ViT-S-32-alt").state_dict()
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "w.safetensors")
     model = load_model("ViT-S-32-alt", str(tmp_path / "w.safetensors"), device="cpu")
-    assert torch.equal(model.text.clip.token_embedding.weight, state["token_embedding.weight"])
+    assert torch.equal(model.clip.token_embedding.weight, state["token_embedding.weight"])
     assert not model.id.meaningless
 
 
@@ -127,7 +127,7 @@ def test_precision_is_of_the_image_tower(tmp_path: Path, precision: str) -> None
 @pytest.mark.parametrize("name", ["RN50", "ViT-B-32-quickgelu", "MobileCLIP-B"])
 def test_models_of_open_clip_by_name(name: str) -> None:
     model = load_model(name, "random", device="cpu")
-    assert model.text.short
+    assert model.text.supports_packed
     assert model.encode_images(torch.zeros(1, 3, *model.preprocess.size, dtype=torch.uint8)).shape == (
         1,
         model.dimension,

@@ -351,7 +351,7 @@ def test_too_few_classes(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
     """By seed the same; records are JSON; the model is left as it was."""
-    before = {key: value.clone() for key, value in model().text.clip.state_dict().items()}
+    before = {key: value.clone() for key, value in model().clip.state_dict().items()}
     generated = make_generated(tmp_path / "generated", read_dataset("eurosat", data).test.paths, each=3)
     kept = []
     descriptors = tmp_path / "descriptors.json"
@@ -363,7 +363,7 @@ def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
         kept += do(runner, [name], ["eurosat"], [1])
     assert plain(kept[:1]) == plain(kept[1:])
     assert json.loads((tmp_path / "first" / "records.jsonl").read_text()) == kept[0]
-    assert all(torch.equal(before[key], value) for key, value in model().text.clip.state_dict().items())
+    assert all(torch.equal(before[key], value) for key, value in model().clip.state_dict().items())
 
 
 @pytest.fixture(scope="module")

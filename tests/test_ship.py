@@ -28,7 +28,7 @@ from selftpt.methods.ship import (
     initial_autoencoder,
     learn_generator,
 )
-from selftpt.models.tokenizer import class_tokens, tokenize
+from selftpt.models.tokenizer import class_tokens, clean_name, end_ids
 from selftpt.prompt import Prompt
 from selftpt.training import RunFiles, source_features
 from tests.folders import make_photos
@@ -42,7 +42,7 @@ QUICK = Settings(GENERATOR, CoopConfig(epochs=2, lr=0.1, warmup_lr=0.1))
 
 
 def ids_of(tiny: Small, names: list[str]) -> tuple[tuple[int, ...], ...]:
-    return tokenize(names, tiny.model.text.tokenizer, tiny.context).ids
+    return end_ids(tiny.model.text.tokenizer, [clean_name(name) for name in names])
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -136,7 +136,7 @@ def test_work_for_a_picture(chunk: int | None, walks: int) -> None:
     """A walk for the answer; the first step walks again only where no graph is kept, here in three chunks."""
     tiny = small("vit")
     tuner, done = tuner_of(tiny, chunk=chunk), []
-    tuner.encoder.tick = lambda: done.append(1)
+    tuner.encoder.on_forward = lambda: done.append(1)
     tuner(views_of(tiny, pictures=4))
     assert len(done) == 4 * walks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,9 @@ def pixels_of(kind: str, count: int = 3, dtype: torch.dtype = torch.float32) -> 
 def test_tower_of_every_kind(kind: str) -> None:
     model = small(kind)
     tower, pixels = model.model.image, pixels_of(kind)
-    assert tower.short is SPECS[kind].short_image
+    assert tower.runs_blocks is SPECS[kind].blocks
     with torch.no_grad():
-        found, wanted = tower(pixels), model.clip.encode_image(pixels)
+        found, wanted = tower(pixels), model.clip.encode_image(pixels, normalize=False)
     assert relative(found, wanted) < 1e-5
     assert relative(found[0], found[1]) > 1e-4  # it is not deaf
     assert relative(tower(pixels[:1]), wanted[:1]) < 1e-5
@@ -61,9 +60,9 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "qk norm": (True, {"qk_norm": True}),
     "scaled": (True, {"scale_heads": True, "scale_attn_inner": True, "scale_attn": True, "scale_fc": True}),
     "one layer": (True, {"layers": 1}),
-    "mean": (False, {"pool_type": "avg"}),
-    "mean, norm after": (False, {"pool_type": "avg", "final_ln_after_pool": True}),
-    "attention pool": (False, {"attentional_pool": True, "attn_pooler_heads": 4, "attn_pooler_queries": 5}),
+    "mean": (True, {"pool_type": "avg"}),
+    "mean, norm after": (True, {"pool_type": "avg", "final_ln_after_pool": True}),
+    "attention pool": (True, {"attentional_pool": True, "attn_pooler_heads": 4, "attn_pooler_queries": 5}),
 }
 
 
@@ -91,8 +90,8 @@ def test_tower_of_every_vit(variant: str, dtype: torch.dtype) -> None:
         out = visual(pixels)
         return out[0] if visual.output_tokens else out
 
-    tower = ImageTower(SimpleNamespace(visual=visual, encode_image=encode_image))
-    assert tower.short is short
+    tower = ImageTower(visual)
+    assert tower.runs_blocks is short
     size = settings["image_size"]
     pixels = torch.randn(3, 3, *(size if isinstance(size, tuple) else (size, size)), dtype=dtype)
     assert relative(tower(pixels), encode_image(pixels)) < (1e-5 if dtype == torch.float32 else 1e-9)
@@ -148,7 +147,7 @@ def test_real_towers_are_folded(kind: str, left: int) -> None:
     """What is left in MobileCLIP's are norms of branches that do not convolve."""
     model = small(kind)
     assert norms(model.clip.visual) > left
-    assert norms(model.model.image.encode) == left
+    assert norms(model.model.image.visual) == left
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,7 +183,7 @@ def test_lower_precision(kind: str) -> None:
     wanted = exact.encode_images(pixels)
     assert (found * wanted).sum(-1).min() > 0.99
     assert not torch.equal(found, wanted)
-    assert next(model.text.clip.transformer.parameters()).dtype == torch.float32
+    assert next(model.clip.transformer.parameters()).dtype == torch.float32
 
 
 CONFIGS = [

@@ -49,9 +49,9 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
         encoder = TextEncoder(model.text, tokens, length, contrast.learned, chunk=config.chunk)
         task = Task(encoder, hand, tokens.same.to(device), contrast)
         optimizer = torch.optim.SGD([context], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-        walks = config.steps * (len(encoder.walks) + (0 if encoder.whole else len(encoder.wide)))
-        with Bar("adapting", walks) as bar:
-            encoder.tick = bar.step
+        forwards = config.steps * (len(encoder.forwards) + (0 if encoder.unchunked else len(encoder.wide_forwards)))
+        with Bar("adapting", forwards) as bar:
+            encoder.on_forward = bar.step
             for _ in range(config.steps):
                 loss, context.grad = contrast_step(task, context, head)
                 if not math.isfinite(loss):

@@ -1,7 +1,7 @@
-"""What the two stages descend: the losses through the text tower, and their gradients by prompt and head.
+"""What the two stages minimise: the losses through the text tower, and their gradients w.r.t. prompt and head.
 
-A class list that is walked at once is plain autograd. A chunked one never holds the whole graph: features are
-computed without one, the losses are differentiated by the features, and that is pulled back chunk by chunk.
+A class list that runs at once is plain autograd. A chunked one never holds the whole graph: features are computed
+without one, the losses are differentiated w.r.t. the features, and vector-Jacobian products are taken chunk by chunk.
 Gradient matching then needs H v, the second derivative of CPT along v: Σ u·∂²f·v + Jᵀ(H_loss J v).
 """
 
@@ -63,14 +63,14 @@ class Step(NamedTuple):
 def prompt_gradient(
     encoder: TextEncoder, prompt: Tensor, loss: Callable[[Tensor], Tensor], others: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor]]:
-    """A loss of text features [V, C, D], and its gradient by the prompt [M, d] and by others that it depends on.
+    """A loss of text features [V, C, D], and its gradient w.r.t. the prompt [M, d] and others that it depends on.
 
-    A long class list is walked in chunks, so that memory does not grow with it.
+    A long class list runs in chunks, so that memory does not grow with it.
     """
     others = list(others)
     for other in others:
         other.requires_grad_()
-    if encoder.whole:
+    if encoder.unchunked:
         p = prompt.detach().requires_grad_()
         value = loss(encoder(p))
         return value.detach(), list(torch.autograd.grad(value, [p, *others]))
@@ -79,11 +79,11 @@ def prompt_gradient(
     features.requires_grad_()
     value = loss(features)
     u, *by_others = torch.autograd.grad(value, [features, *others])
-    return value.detach(), [*encoder.pull(prompt, u), *by_others]
+    return value.detach(), [*encoder.vjp(prompt, u), *by_others]
 
 
 def contrast_step(task: Task, prompt: Tensor, head: Head) -> tuple[float, Tensor]:
-    """Stage 2: CPT and its gradient by the prompt, [M, d]."""
+    """Stage 2: CPT and its gradient w.r.t. the prompt, [M, d]."""
     loss, (gradient,) = prompt_gradient(task.encoder, prompt, lambda features: task.cpt(features, head))
     return loss.item(), gradient
 
@@ -91,15 +91,15 @@ def contrast_step(task: Task, prompt: Tensor, head: Head) -> tuple[float, Tensor
 def joint_step(
     task: Task, prompt: Tensor, head: Head, batch: Batch, average: Tensor | None, config: LearnConfig
 ) -> Step:
-    """Stage 1: the three losses added, and their gradient by prompt and head (Algorithm 1).
+    """Stage 1: the three losses added, and their gradient w.r.t. prompt and head (Algorithm 1).
 
     The moving average is a constant target: gradient matching is differentiated through CPT alone.
     """
-    route = _whole_step if task.encoder.whole else _chunked_step
-    return route(task, prompt.detach(), Head(*(t.detach().requires_grad_() for t in head)), batch, average, config)
+    step = _unchunked_step if task.encoder.unchunked else _chunked_step
+    return step(task, prompt.detach(), Head(*(t.detach().requires_grad_() for t in head)), batch, average, config)
 
 
-def _whole_step(
+def _unchunked_step(
     task: Task, prompt: Tensor, head: Head, batch: Batch, average: Tensor | None, config: LearnConfig
 ) -> Step:
     p = prompt.requires_grad_()
@@ -128,21 +128,21 @@ def _chunked_step(
     ce = cross_entropy(batch.images, features[0], batch.labels, batch.scale)
     (u_ce,) = torch.autograd.grad(ce, features)
     if not config.contrasts:
-        (by_ce,) = task.encoder.pull(prompt, u_ce)
+        (by_ce,) = task.encoder.vjp(prompt, u_ce)
         average = moving_average(average, by_ce, config.decay)
         return Step({"ce": ce.item()}, config.ce * by_ce, [torch.zeros_like(t) for t in head], average)
     contrast = task.cpt(features, head)
     u, *u_head = torch.autograd.grad(contrast, [features, *head], create_graph=config.gm > 0)
-    by_ce, by_cpt = task.encoder.pull(prompt, u_ce, u.detach())
+    by_ce, by_cpt = task.encoder.vjp(prompt, u_ce, u.detach())
     average = moving_average(average, by_ce, config.decay)
     by_prompt = config.ce * by_ce + config.cpt * by_cpt
     by_head = [config.cpt * t.detach() for t in u_head]
     matching = gradient_matching(average, by_cpt.requires_grad_(), config.matching)
     if config.gm > 0:
         (v,) = torch.autograd.grad(matching, by_cpt)
-        curved, moved = task.encoder.curve(prompt, u, v)
+        product, moved = task.encoder.hvp(prompt, u, v)
         w, *w_head = torch.autograd.grad((u * moved).sum(), [features, *head])
-        by_prompt = by_prompt + config.gm * (curved + task.encoder.pull(prompt, w)[0])
+        by_prompt = by_prompt + config.gm * (product + task.encoder.vjp(prompt, w)[0])
         by_head = [t + config.gm * s for t, s in zip(by_head, w_head, strict=True)]
     return Step(_losses(ce, contrast, matching, by_ce, by_cpt), by_prompt.detach(), by_head, average)
 

@@ -32,14 +32,13 @@ def sentence(small: Small, view: str, name: str, prompt: Tensor, template: str =
 
     vectors, half = list(prompt), len(prompt) // 2
     if view == "end":
-        inner = vectors + words(name) + words(".")
+        inner = vectors + words(f"{name}.")  # a name and the full stop are tokenised together, as CLIP does
     elif view == "front":
         inner = words(name) + vectors + words(".")
     elif view == "middle":
         inner = vectors[:half] + words(name) + vectors[half:] + words(".")
     else:
-        before, after = template.split("{}")
-        inner = words(before) + words(name) + words(after)
+        inner = words(template.replace("{}", name))
     start = [table[i] for i in small.spec.frame.start]
     return [*start, *inner, table[small.spec.frame.end]]
 

@@ -73,7 +73,7 @@ def main() -> None:
     model = load_model(str(folder), device="cpu")
     saw = [see(folder, options.work) for folder in options.pictures]
     with torch.inference_mode():
-        seen = [F.normalize(model.image.encode.head(features), dim=-1) for features, _ in saw]
+        seen = [F.normalize(model.image.visual.head(features), dim=-1) for features, _ in saw]
     train, val = (features.clone() for features in seen)  # outside, so that autograd may use them
     both, (of_train, of_val) = torch.cat([train, val]), (labels for _, labels in saw)
 

@@ -103,7 +103,7 @@ def main() -> None:
     for name in options.model:
         model = load_model(name, device="cpu")
         with torch.inference_mode():
-            features = F.normalize(model.image.encode.head(seen), dim=-1)
+            features = F.normalize(model.image.visual.head(seen), dim=-1)
         for view in ("a photo of a {}.", "a satellite photo of {}."):
             vectors = zero_shot(model, [LAND[kind][1][0] for kind in SHOWN], view).weights
             tell(features, vectors, f'by {name}, "{view}"')

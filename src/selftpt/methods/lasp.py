@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from selftpt.classifier import Classifier
@@ -20,14 +18,12 @@ from selftpt.config import PROMPT_ALONE, Config, ContrastConfig, TrainConfig, ab
 from selftpt.errors import SelfTPTError
 from selftpt.methods.method import Fitted, Job, Method, Predictor
 from selftpt.models import Model
-from selftpt.models.image import ImageTower
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.prompt import initial_context
 from selftpt.training import Crops, Losses, RunFiles, State, seeded, source_crops, source_features, train
 
-NORMS = {"ln_1", "ln_2", "norm1", "norm2"}  # of a transformer's blocks, by open_clip and by timm
 NORMS_RATE = 0.1
 BATCH = 64  # pictures that the tuned image tower takes at once
 
@@ -94,7 +90,7 @@ class Settings(Config):
     templates: tuple[str, ...] = setting(TEMPLATES, "hand-written sentences")
     text: float = setting(5.0, "weight of the text-to-text loss")
     noise: float = setting(0.05, "deviation of the noise on hand-written embeddings, in half of the steps")
-    layer_norms: bool = setting(True, "tune the LayerNorms of an image tower that is a transformer")
+    layer_norms: bool = setting(True, "tune the LayerNorms of an image tower that is a ViT of open_clip")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,41 +137,13 @@ def clipped(gradients: Sequence[Tensor], most: float) -> list[Tensor]:
     return [gradient * (most / (norm + 1e-6)).clamp(max=1) for gradient in gradients]
 
 
-def norms_of(model: Model) -> dict[str, Tensor]:
-    """The weights and biases of the LayerNorms in the blocks of an image tower that is a transformer, by name."""
-    visual: nn.Module = model.text.clip.visual
-    if any(isinstance(module, nn.BatchNorm2d) for module in visual.modules()):  # it convolves
-        return {}
-    return {
-        f"{name}.{part}": tensor
-        for name, module in visual.named_modules()
-        if isinstance(module, nn.LayerNorm) and name.rpartition(".")[2] in NORMS
-        for part, tensor in module.named_parameters()
-    }
+def tuned_features(model: Model, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
+    """Pixels [B, 3, S, S], uint8, to L2-normalised features [B, D], with LayerNorms by the names of `ImageTower.norms`.
 
-
-class TunedTower:
-    """The image tower with LayerNorms of its own. It shares all other weights with the model, which stays as it is."""
-
-    def __init__(self, model: Model) -> None:
-        clip = model.text.clip
-        weights = {id(tensor): tensor for tensor in itertools.chain(clip.parameters(), clip.buffers())}
-        own = copy.deepcopy(clip, weights)  # new modules, the same tensors
-        self.model, self.dtype = model, next(own.visual.parameters()).dtype
-        self.places = {}
-        for name in norms_of(model):
-            place, _, part = name.rpartition(".")
-            module = own.visual.get_submodule(place)
-            del module._parameters[part]  # it becomes an attribute
-            self.places[name] = module, part
-        self.tower = ImageTower(own)
-
-    def __call__(self, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
-        """Pixels [B, 3, S, S], uint8, to unit features [B, D], with LayerNorms by the names of `norms_of`."""
-        for name, (module, part) in self.places.items():
-            setattr(module, part, norms[name].to(self.dtype))
-        shown = self.model.preprocess.normalize(pixels.to(self.model.device)).to(self.dtype)
-        return F.normalize(self.tower(shown).to(self.model.text.embedding.weight.dtype), dim=-1)
+    The model itself stays as it is.
+    """
+    shown = model.preprocess.normalize(pixels.to(model.device)).to(model.image.dtype)
+    return F.normalize(model.image(shown, norms=norms).to(model.text.embedding.weight.dtype), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -236,10 +204,9 @@ def learn(
     task = Task.of(model, names, settings)
     context = initial_context(model, config.length, config.words, torch.Generator().manual_seed(config.seed))
     bias = torch.zeros(1, model.dimension, device=device)
-    norms, tower = {}, None
+    norms = {}
     if not isinstance(shown, Tensor):
-        norms = {name: tensor.clone().float() for name, tensor in norms_of(model).items()}
-        tower = TunedTower(model)
+        norms = {name: tensor.clone().float() for name, tensor in model.image.norms().items()}
     first = [context.to(device), bias]
     groups: list[dict[str, Any]] = [{"params": first}]
     if norms:
@@ -252,8 +219,7 @@ def learn(
         def images() -> Tensor:
             if isinstance(shown, Tensor):
                 return shown[chosen, epoch % shown.shape[1]].to(device)
-            assert tower is not None
-            return tower(norms, shown(chosen, epoch))
+            return tuned_features(model, norms, shown(chosen, epoch))
 
         hand = noisy(task.hand, settings.noise, f"noise {config.seed} {epoch} {number}")
         context, bias, *tuned = state.parameters
@@ -277,7 +243,7 @@ def classify(model: Model, names: Sequence[str], context: Tensor, bias: Tensor, 
 
 def pixels(settings: Settings, model: Model) -> bool:
     """Whether LayerNorms are tuned."""
-    return settings.layer_norms and bool(norms_of(model))
+    return settings.layer_norms and model.image.runs_blocks
 
 
 def fit(job: Job, settings: Settings) -> Fitted:
@@ -295,7 +261,6 @@ def fit(job: Job, settings: Settings) -> Fitted:
 
     if not tunes:
         return plain
-    tower = TunedTower(model)
     tuned = {name: tensor.to(model.device) for name, tensor in norms.items()}
 
     def behind(names: Sequence[str], template: str) -> Predictor:
@@ -303,7 +268,7 @@ def fit(job: Job, settings: Settings) -> Fitted:
 
         @torch.no_grad()
         def predict(shown: Tensor) -> Tensor:
-            features = torch.cat([tower(tuned, some) for some in shown.flatten(0, 1).split(BATCH)])
+            features = torch.cat([tuned_features(model, tuned, some) for some in shown.flatten(0, 1).split(BATCH)])
             return classifier(features.cpu().unflatten(0, shown.shape[:2]))
 
         return predict
@@ -317,6 +282,6 @@ LASP = Method(
     "Bulat and Tzimiropoulos, CVPR 2023",
     Settings(),
     fit,
-    needs="pixels if the image tower is a transformer, else features",
+    needs="pixels if the image tower is a ViT of open_clip, else features",
     pixels=pixels,
 )

@@ -90,7 +90,7 @@ class Task:
 
     def nameless(self, contexts: Tensor) -> Tensor:
         """The embeddings [K, D] of contexts [K, M, d] without a name."""
-        if self.alone.tower.short:  # all in one walk, which is many times faster
+        if self.alone.tower.supports_packed:  # all in one forward pass, which is many times faster
             return torch.vmap(lambda context: self.alone(context)[0, 0])(contexts)
         return torch.cat([self.alone(context)[0] for context in contexts])
 
@@ -104,7 +104,7 @@ def descent(
     """
     where = places(len(contexts))
     encoders = [task.encoders[where[k]] for k in chosen]
-    whole = encoders[0].whole
+    whole = encoders[0].unchunked
     p = contexts.detach().requires_grad_()
     with torch.set_grad_enabled(whole):
         features = torch.stack([encoder(p[k])[0] for encoder, k in zip(encoders, chosen, strict=True)])
@@ -117,7 +117,7 @@ def descent(
         (by_features,) = torch.autograd.grad(ce, features)
         gradient = torch.zeros_like(contexts)
         for encoder, k, u in zip(encoders, chosen, by_features, strict=True):
-            (gradient[k],) = encoder.pull(contexts[k], u[None])
+            (gradient[k],) = encoder.vjp(contexts[k], u[None])
     losses = {"bound": ce.item()}
     if orthogonality:
         alike = likeness(task.nameless(p))

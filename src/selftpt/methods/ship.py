@@ -24,11 +24,11 @@ from selftpt.learning import learn_from_features
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
 from selftpt.models.text import encode_pairs
-from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
+from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name, end_ids
 from selftpt.prompt import Prompt, initial_context
 from selftpt.training import Losses, RunFiles, State, seeded, source_features, train
 
-Ids = Sequence[Sequence[int]]  # token ids of class names
+Ids = Sequence[Sequence[int]]  # token ids of class names and the full stop after them
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,9 @@ def fit(job: Job, settings: Settings) -> Fitted:
         return class_tokens(model.text.tokenizer, names, length, coop.contrast)
 
     def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
-        return learn_generator(model, tokens(known).ids, features, labels, learn, files)._asdict()
+        return learn_generator(
+            model, end_ids(model.text.tokenizer, tokens(known).names), features, labels, learn, files
+        )._asdict()
 
     learned = job.learned("ship-generator", Settings(learn), make)
     vae = Autoencoder(**{name: tensor.to(model.device) for name, tensor in learned.items()})
@@ -206,7 +208,8 @@ def fit(job: Job, settings: Settings) -> Fitted:
         features, labels = source_features(model, few, learn, lambda _error: None)  # `learned` told of them
         if new:
             each = math.ceil(len(labels) / len(new))
-            made = generated_features(model, vae, everything.ids[len(known) :], each, features.shape[1], learn)
+            ids = end_ids(model.text.tokenizer, everything.names[len(known) :])
+            made = generated_features(model, vae, ids, each, features.shape[1], learn)
             features = torch.cat([features, made])
             labels = torch.cat([labels, torch.arange(len(known), len(everything)).repeat_interleave(each)])
         return learn_from_features(model, everything, features, labels, coop, file)

@@ -92,7 +92,7 @@ class Tuner:
         self.config, self.scale, self.select, self.loss = config, model.scale, select, loss
         tokens = class_tokens(model.text.tokenizer, names, len(prompt), PROMPT_ALONE)
         self.encoder = TextEncoder(model.text, tokens, len(prompt), ("end",), chunk=config.chunk)
-        self.prompt = prompt.detach().clone().to(model.text.embedding.weight).requires_grad_(self.encoder.whole)
+        self.prompt = prompt.detach().clone().to(model.text.embedding.weight).requires_grad_(self.encoder.unchunked)
         self.features = self.encoder(self.prompt)
 
     def __call__(self, shown: Tensor) -> Tensor:
@@ -130,9 +130,9 @@ class Tuner:
         """The gradient [M, d] of a loss of the class features, at the beginning."""
         features = self.features.detach().requires_grad_()
         (u,) = torch.autograd.grad(loss(features), features)
-        if self.encoder.whole:
+        if self.encoder.unchunked:
             return torch.autograd.grad(self.features, self.prompt, u, retain_graph=True)[0]
-        return self.encoder.pull(self.prompt, u)[0]
+        return self.encoder.vjp(self.prompt, u)[0]
 
     def _logits(self, views: Tensor, features: Tensor) -> Tensor:
         return self.scale * views @ F.normalize(features[0], dim=-1).t()

@@ -22,7 +22,7 @@ from selftpt.config import AdaptConfig, ContrastConfig, setting
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.methods.method import Fitted, Job, Method
 from selftpt.models import Model
-from selftpt.models.text import encode_template
+from selftpt.models.text import encode_sentences
 from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
 
 SHOWN = 5  # missing names that an error tells
@@ -66,24 +66,25 @@ def described(
     return Classifier.of(model, classes.names, weights, stage=stage, settings=dataclasses.asdict(settings))
 
 
+@torch.no_grad()
 def mean_vectors(model: Model, classes: ClassTokens, before: str, tails: Sequence[Sequence[str]]) -> Tensor:
-    """The mean of the unit vectors of a class's sentences [C, D]: its product with a picture is the mean cosine.
+    """The mean of the L2-normalised features of each class's sentences [C, D]: its product with an image's features is
+    the mean cosine.
 
     A sentence that is too long for the model loses its end.
     """
     tokenizer = model.text.tokenizer
-    ends = {tail: tokenizer.encode(tail, after="photo") for some in tails for tail in some}
-    for tail, ids in ends.items():
-        if tokenizer.marks & set(ids):
+    for tail in {tail for some in tails for tail in some}:
+        if tokenizer.marks & set(tokenizer.encode(tail)):
             raise SelfTPTError(f"the descriptor {tail!r} contains a mark that the tokenizer keeps for itself")
-    whole = [(*ids, *ends[tail]) for ids, some in zip(classes.ids, tails, strict=True) for tail in some]
-    room = tokenizer.context - len(tokenizer.start) - len(tokenizer.end) - len(tokenizer.encode(before))
-    if long := sum(len(ids) > room for ids in whole):
-        text = f"{long} of {len(whole)} sentences lose their end: this model reads {tokenizer.context} tokens"
+    ids = [
+        tokenizer.encode(before + name + tail) for name, some in zip(classes.names, tails, strict=True) for tail in some
+    ]
+    if long := sum(len(sentence) > tokenizer.room for sentence in ids):
+        text = f"{long} of {len(ids)} sentences lose their end: this model reads {tokenizer.context} tokens"
         warnings.warn(text, SelfTPTWarning, stacklevel=2)
-    cut = tuple(ids[:room] for ids in whole)
-    sentences = ClassTokens(("",) * len(cut), cut, torch.arange(len(cut)))
-    features = F.normalize(encode_template(model.text, sentences, f"{before}{{}}", AdaptConfig.chunk), dim=-1)
+    cut = [sentence[: tokenizer.room] for sentence in ids]
+    features = F.normalize(encode_sentences(model.text, cut, AdaptConfig.chunk), dim=-1)
     return torch.stack([some.mean(0) for some in features.split([len(some) for some in tails])])
 
 

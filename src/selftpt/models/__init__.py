@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from selftpt.models.blocks import LayerPrompts
 from selftpt.models.loading import EMBEDDED, EMBEDDED_FILES, best_device, list_models, load_model, quiet
 from selftpt.models.model import PRECISIONS, RANDOM, Model, ModelId
 
@@ -10,6 +11,7 @@ __all__ = [
     "EMBEDDED_FILES",
     "PRECISIONS",
     "RANDOM",
+    "LayerPrompts",
     "Model",
     "ModelId",
     "best_device",

@@ -1,7 +1,9 @@
-"""The image tower, without what nobody reads: in a ViT's last block only the class token asks.
+"""The image tower: preprocessed images to features.
 
-Towers with batch normalisation, which are those that convolve throughout, have it folded into their convolutions and
-their channels last in memory on a CPU, where both were measured to be faster (`benchmarks/embedded.py`).
+A ViT of open_clip runs through the block loop of `selftpt.models.blocks`; in its last block only the class token is a
+query. Any other tower runs open_clip's own forward pass. Towers with batch normalisation, which are those that convolve
+throughout, have it folded into their convolutions and their channels last in memory on a CPU, where both were measured
+to be faster (`benchmarks/embedded.py`).
 """
 
 from __future__ import annotations
@@ -15,78 +17,178 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from selftpt.models.blocks import Block, is_known
+from selftpt.errors import SelfTPTError
+from selftpt.models.blocks import Block, LayerPrompts, Norms, Observer, check_layers, is_known, run_blocks
 
 
-class ImageTower:
-    """The image half of an open_clip model: preprocessed pictures [B, 3, S, S] to features [B, D]."""
+class FullAttention:
+    """Attention in which every row of a sequence of `length` rows sees the first `keys` rows.
 
-    def __init__(self, clip: Any) -> None:
-        self.clip = clip
-        visual = clip.visual
-        self.encode, self.layout = clip.encode_image, torch.contiguous_format
+    Args:
+        length: Rows of a sequence.
+        keys: How many of them are attended to.
+        selected: The rows that are read after the last block, or None for all.
+        mask: Boolean (True where a row attends) or additive, broadcast to [B, H, length, keys].
+    """
+
+    def __init__(self, length: int, keys: int, selected: slice | None, mask: Tensor | None) -> None:
+        self.length, self.keys, self.mask = length, keys, mask
+        self.selects = selected is not None
+        self._rows = selected or slice(None)
+
+    def select(self, x: Tensor) -> Tensor:
+        selected: Tensor = x.unflatten(0, (-1, self.length))[:, self._rows]
+        return selected.flatten(0, 1)
+
+    def __call__(self, _layer: int, projected: Tensor, queries: Tensor | None) -> Tensor:
+        rows = projected.unflatten(0, (-1, self.length))  # [B, L, parts, H, D]
+        k, v = (rows[:, :, i].transpose(1, 2) for i in (-2, -1))
+        if self.keys < self.length:
+            k, v = k[:, :, : self.keys], v[:, :, : self.keys]
+        mask = self.mask
+        if queries is None:
+            q = rows[:, :, 0]
+        else:
+            q = queries[:, 0].unflatten(0, (rows.shape[0], -1))
+            mask = None if mask is None else mask[..., self._rows, :]
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class ImageTower(nn.Module):
+    """The image half of an open_clip model.
+
+    Args:
+        visual: The `visual` module of an open_clip model.
+
+    Attributes:
+        runs_blocks: Whether the tower runs through the block loop, and thus takes prompts, tuned LayerNorms, an
+            attention mask and an observer.
+    """
+
+    def __init__(self, visual: Any) -> None:
+        super().__init__()
+        self.visual: Any = visual
+        self.layout = torch.contiguous_format
+        self.runs_blocks = isinstance(visual, VisionTransformer) and all(map(is_known, visual.transformer.resblocks))
+        self._blocks: list[Block] = []
+        self._class_token_only = False
+        if self.runs_blocks:
+            blocks = enumerate(visual.transformer.resblocks)
+            self._blocks = [Block(block, f"transformer.resblocks.{i}") for i, block in blocks]
+            self._class_token_only = visual.pool_type == "tok" and visual.attn_pool is None
         on_cpu = next(visual.parameters()).device.type == "cpu"
         if on_cpu and any(isinstance(module, nn.BatchNorm2d) for module in visual.modules()):
-            self.encode, self.layout = fold(visual).to(memory_format=torch.channels_last), torch.channels_last
-        self.short = (
-            isinstance(visual, VisionTransformer)
-            and visual.pool_type == "tok"
-            and visual.attn_pool is None
-            and all(is_known(block) for block in visual.transformer.resblocks)
-        )
-        self.blocks = [Block(block) for block in visual.transformer.resblocks] if self.short else []
+            self.visual, self.layout = fold(visual).to(memory_format=torch.channels_last), torch.channels_last
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        if not self.short:
-            features: Tensor = self.encode(pixels.contiguous(memory_format=self.layout))
-            return features
-        visual = self.clip.visual
-        x = visual._embeds(pixels)
-        batch, length, _ = x.shape
-        x = x.flatten(0, 1)
-        for layer, block in enumerate(self.blocks):
-            last = layer == len(self.blocks) - 1
-            h = block.norm(x)
-            if last:
-                first = slice(None, None, length)
-                q = block.project(h[first], slice(0, 1)).unflatten(0, (batch, 1))
-                k, v = block.project(h, slice(1, 3)).unflatten(0, (batch, length)).unbind(2)
-                q, x = q[:, :, 0], x[first]
-            else:
-                q, k, v = block.project(h, slice(0, 3)).unflatten(0, (batch, length)).unbind(2)
-            out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
-            x = block.finish(x, out.transpose(1, 2).flatten(0, 1))
-        pooled: Tensor = visual._pool(x[:, None])[0]
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision in which the tower computes."""
+        dtype: torch.dtype = next(self.visual.parameters()).dtype
+        return dtype
+
+    def norms(self) -> dict[str, Tensor]:
+        """The parameters of the LayerNorms that `forward` takes others for, by name: two in each block."""
+        return {name: tensor for block in self._blocks for name, tensor in block.norms().items()}
+
+    def forward(
+        self,
+        pixels: Tensor,
+        prompts: LayerPrompts | None = None,
+        *,
+        norms: Norms | None = None,
+        mask: Tensor | None = None,
+        observer: Observer | None = None,
+    ) -> Tensor:
+        """Preprocessed images to features.
+
+        Args:
+            pixels: [B, 3, S, S], normalised, in the tower's precision.
+            prompts: n prompt rows per layer.
+            norms: LayerNorm parameters by the names of `norms()`, in place of the tower's own.
+            mask: Attention mask, broadcast to [B, H, L + n, L + n] for L tokens: boolean (True where a row attends) or
+                additive. Read-only prompts are no columns of it.
+            observer: Is given the index and the input [B, L + n, d] of each block.
+
+        Returns:
+            Features [B, D]; [B, n, D] if the prompts are read-only.
+        """
+        if not self.runs_blocks:
+            if not (prompts is None and norms is None and mask is None and observer is None):
+                raise SelfTPTError("this image tower is not a ViT of open_clip: it takes no prompts per layer")
+            features = self.visual(pixels.contiguous(memory_format=self.layout))
+            pooled: Tensor = features[0] if isinstance(features, tuple) else features  # some return their tokens, too
+            return pooled
+        visual = self.visual
+        x: Tensor = visual._embeds(pixels)
+        keys = length = x.shape[1]
+        count, insert, selected = 0, None, slice(0, 1) if self._class_token_only else None
+        if prompts is not None:
+            vectors = prompts.vectors.to(x.dtype)
+            count = vectors.shape[1]
+            check_layers(vectors, len(self._blocks), x.shape[-1])
+            # ln_pre normalises each row on its own: that of the patches has been done by _embeds
+            x = torch.cat([x, visual.ln_pre(vectors[0]).expand(x.shape[0], -1, -1)], 1)
+            keys = length if prompts.read_only else length + count
+            if prompts.read_only:
+                if visual.attn_pool is not None:
+                    raise SelfTPTError("read-only prompts need an image tower without attentional pooling")
+                selected = slice(length, length + count)
+
+            def insert(layer: int, rows: Tensor) -> Tensor:
+                if not 0 < layer < len(vectors):
+                    return rows
+                kept = rows.unflatten(0, (-1, length + count))[:, :length]
+                return torch.cat([kept, vectors[layer].expand(kept.shape[0], -1, -1)], 1).flatten(0, 1)
+
+        def observe(layer: int, rows: Tensor) -> None:
+            assert observer is not None
+            observer(layer, rows.unflatten(0, (-1, length + count)))
+
+        rows = run_blocks(
+            self._blocks,
+            x.flatten(0, 1),
+            FullAttention(length + count, keys, selected, mask),
+            insert=insert,
+            norms=norms,
+            observer=None if observer is None else observe,
+        )
+        if prompts is not None and prompts.read_only:
+            pooled = visual.ln_post(rows).unflatten(0, (-1, count))
+        else:
+            size = 1 if self._class_token_only else length + count
+            pooled = visual._pool(rows.unflatten(0, (-1, size))[:, :length])[0]
         return pooled if visual.proj is None else pooled @ visual.proj
 
 
 def fold(visual: Any) -> Any:
-    """A copy of a frozen tower of which the convolutions do the work of the batch normalisation behind them.
+    """A copy of a frozen tower whose convolutions do the work of the batch normalisation behind them.
 
-    Which is behind which is seen as a picture passes. The tower is left as it is if the copy does not see the same.
+    Which convolution feeds which normalisation is observed on one image. The tower itself is returned, unchanged, if
+    the copy does not compute the same features.
     """
     precision = next(visual.parameters()).dtype
     folded = copy.deepcopy(visual).float()  # in which the two are compared, whatever the tower's precision
     parents = {module: (parent, name) for parent in folded.modules() for name, module in parent.named_children()}
-    made: dict[nn.Module, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
     pairs: list[tuple[Any, Any]] = []
 
-    def convolved(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        made[module] = output
+    def after_convolution(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        outputs[module] = output
 
-    def normed(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        pairs.extend((before, module) for before, output in made.items() if output is inputs[0])
+    def before_norm(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        pairs.extend((before, module) for before, output in outputs.items() if output is inputs[0])
 
-    hooks = [m.register_forward_hook(convolved) for m in folded.modules() if isinstance(m, nn.Conv2d)]
-    hooks += [m.register_forward_pre_hook(normed) for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
+    hooks = [m.register_forward_hook(after_convolution) for m in folded.modules() if isinstance(m, nn.Conv2d)]
+    hooks += [m.register_forward_pre_hook(before_norm) for m in folded.modules() if isinstance(m, nn.BatchNorm2d)]
     size = visual.image_size if isinstance(visual.image_size, tuple) else (visual.image_size, visual.image_size)
-    picture = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
+    image = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = folded(picture)
+        wanted = folded(image)
         for hook in hooks:
             hook.remove()
         for convolution, norm in pairs:
             setattr(*parents[convolution], fuse_conv_bn_eval(convolution, norm))
             setattr(*parents[norm], nn.Sequential(*norm.children()))  # timm has the activation in there
-        same = torch.allclose(folded(picture), wanted, rtol=0, atol=1e-4 * wanted.abs().max())
+        same = torch.allclose(folded(image), wanted, rtol=0, atol=1e-4 * wanted.abs().max())
     return folded.to(precision) if same else visual

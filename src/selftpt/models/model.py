@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor
 
 from selftpt.data.transforms import Preprocess
 from selftpt.errors import SelfTPTError
+from selftpt.models.blocks import LayerPrompts
 from selftpt.models.image import ImageTower
-from selftpt.models.text import TextTower
+from selftpt.models.text import TextTower, encode_sentences
 from selftpt.models.tokenizer import Tokenizer
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,25 +47,90 @@ class ModelId:
 
 
 class Model:
-    """A frozen model: `text` and `image` are its towers, `dimension` that of their features, `scale` 1 / τ of Eq. 1.
+    """A frozen vision-language model.
 
-    encoded: how many pictures and views have passed the image tower to be kept (`selftpt.data.features`).
+    Attributes:
+        clip: The model of open_clip.
+        text: Its text tower.
+        image: Its image tower.
+        dimension: D, that of the features.
+        scale: 1 / τ of Eq. 1.
+        encoded: How many images and views have passed the image tower to be kept (`selftpt.data.features`).
     """
 
     def __init__(self, clip: Any, tokenizer: Any, id: ModelId, dimension: int, device: str, precision: str) -> None:
         clip = clip.eval().requires_grad_(False).to(device)
         clip.visual.to(PRECISIONS[precision])
-        self.id, self.dimension = id, dimension
+        self.clip, self.id, self.dimension = clip, id, dimension
         self.device, self.precision = torch.device(device), precision
         self.text = TextTower(clip, Tokenizer(tokenizer, tokenizer.context_length))
-        self.image = ImageTower(clip)
+        self.image = ImageTower(clip.visual)
         self.scale = float(clip.logit_scale.exp())
         self.preprocess = Preprocess.of(clip.visual.preprocess_cfg)
         self.encoded = 0
 
+    def encode_image(self, pixels: Tensor, prompts: LayerPrompts | None = None, *, normalize: bool = False) -> Tensor:
+        """Image features, differentiable with respect to float pixels and prompts.
+
+        Args:
+            pixels: [B, 3, S, S], uint8 or already normalised floats.
+            prompts: n prompt rows per layer, for a ViT of open_clip.
+            normalize: Whether the features are L2-normalised.
+
+        Returns:
+            [B, D] in fp32; [B, n, D] if the prompts are read-only.
+
+        Example:
+            >>> import torch, selftpt
+            >>> model = selftpt.load_model(device="cpu")
+            >>> height, width = model.preprocess.size
+            >>> pixels = torch.zeros(1, 3, height, width, dtype=torch.uint8)
+            >>> model.encode_image(pixels).shape == (1, model.dimension)
+            True
+        """
+        pixels = self.preprocess.normalize(pixels.to(self.device)).to(self.image.dtype)
+        features = self.image(pixels, _to(prompts, self.device)).float()
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def encode_text(
+        self, texts: Sequence[str], prompts: LayerPrompts | None = None, *, normalize: bool = False
+    ) -> Tensor:
+        """Text features, differentiable with respect to prompts.
+
+        Args:
+            texts: N sentences.
+            prompts: n prompt vectors per layer, in place of the first n tokens of each sentence.
+            normalize: Whether the features are L2-normalised.
+
+        Returns:
+            [N, D] in fp32; [N, n, D] if the prompts are read-only.
+
+        Raises:
+            SelfTPTError: A text is too long for the model.
+
+        Example:
+            >>> import selftpt
+            >>> model = selftpt.load_model(device="cpu")
+            >>> model.encode_text(["a photo of a cat.", "a photo of a dog."]).shape == (2, model.dimension)
+            True
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise SelfTPTError("texts must be a sequence of str")
+        if not texts:
+            return torch.empty(0, self.dimension, device=self.device)
+        sentences = [self.text.tokenizer.fitting(text) for text in texts]
+        features = encode_sentences(self.text, sentences, prompts=_to(prompts, self.device)).float()
+        return F.normalize(features, dim=-1) if normalize else features
+
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """Pictures [B, 3, S, S], uint8 or already normalised floats, to unit features [B, D] in fp32."""
+        """Images [B, 3, S, S], uint8 or already normalised floats, to L2-normalised features [B, D] in fp32.
+
+        No graph is built. The features are an ordinary tensor that autograd may use.
+        """
         with torch.inference_mode():
-            pixels = self.preprocess.normalize(pixels.to(self.device)).to(PRECISIONS[self.precision])
-            features = F.normalize(self.image(pixels).float(), dim=-1)
-        return features.clone()  # outside, so that autograd may use it
+            features = self.encode_image(pixels, normalize=True)
+        return features.clone()
+
+
+def _to(prompts: LayerPrompts | None, device: torch.device) -> LayerPrompts | None:
+    return None if prompts is None else dataclasses.replace(prompts, vectors=prompts.vectors.to(device))

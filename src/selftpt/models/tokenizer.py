@@ -59,6 +59,26 @@ class Tokenizer:
         whole = [*self.start, *ids, *self.end]
         return whole + [self.pad] * (self.context - len(whole))
 
+    @property
+    def room(self) -> int:
+        """How many token ids a sentence may have, without start and end."""
+        return self.context - len(self.start) - len(self.end)
+
+    def fitting(self, sentence: str) -> list[int]:
+        """Token ids of a whole sentence.
+
+        Raises:
+            SelfTPTError: It is too long for the model, or it contains one of the tokenizer's own marks.
+        """
+        ids = self.encode(sentence)
+        if self.marks & set(ids):
+            raise SelfTPTError(f"the text {_shorten(sentence)!r} contains a mark that the tokenizer keeps for itself")
+        if len(ids) > self.room:
+            raise SelfTPTError(
+                f"the text {_shorten(sentence)!r} is too long: {len(ids)} tokens, and this model reads {self.room}"
+            )
+        return ids
+
 
 @dataclass(frozen=True)
 class ClassTokens:
@@ -113,34 +133,48 @@ def tokenize(names: Sequence[str], tokenizer: Tokenizer, room: int) -> ClassToke
         if tokenizer.marks & {*tokens, *tokenizer.encode(name)}:
             raise SelfTPTError(f"class name {name!r} contains a mark that the tokenizer keeps for itself")
         if len(tokens) > room:
-            raise SelfTPTError(
-                f"class name {_shorten(clean)!r} is too long: {len(tokens)} tokens, and this model "
-                f"with this prompt has room for {room}"
-            )
+            raise _too_long(clean, len(tokens), room)
         cleaned.append(clean)
         ids.append(tokens)
     return ClassTokens(tuple(cleaned), tuple(ids), _first_equal(ids))
 
 
+def end_ids(tokenizer: Tokenizer, names: Sequence[str], tail: str = ".", infix: str = "") -> list[list[int]]:
+    """Token ids of what follows the prompt in the end view, `infix + name + tail`, tokenised together as CLIP does."""
+    return [tokenizer.encode(infix + name + tail, after="photo " if infix or name else "photo") for name in names]
+
+
 def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contrast: ContrastConfig) -> ClassTokens:
-    """The class names of a task, each with room for `length` prompt vectors and for the hand-written sentence."""
+    """The class names of a task, each with room for `length` prompt vectors and for the hand-crafted template."""
     names = check_names(names)
     if len(names) == 1:
         raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
-    around = length + len(tokenizer.encode(".", after="photo"))
-    if "hand" in contrast.views:
-        words, tail = contrast.template.split("{}")
-        around = max(around, len(tokenizer.encode(words)) + len(tokenizer.encode(tail, after="photo")))
-    room = tokenizer.context - len(tokenizer.start) - len(tokenizer.end) - around
-    if room < 1:
+    dot = len(tokenizer.encode(".", after="photo"))
+    template = contrast.template if "hand" in contrast.views else None
+    around = max(length + dot, len(tokenizer.encode(template.replace("{}", " "))) if template else 0)
+    if tokenizer.room - around < 1:
         raise SelfTPTError(
             f"a prompt of {length} vectors or the template {contrast.template!r} leaves no room for a class name "
             f"in the {tokenizer.context} tokens of this model"
         )
-    tokens = tokenize(names, tokenizer, room)
+    tokens = tokenize(names, tokenizer, tokenizer.room - length - dot)
+    joint = [length + len(ids) for ids in end_ids(tokenizer, tokens.names)]
+    if template:
+        sentences = [len(tokenizer.encode(template.replace("{}", name))) for name in tokens.names]
+        joint = [max(pair) for pair in zip(joint, sentences, strict=True)]
+    for name, ids, size in zip(tokens.names, tokens.ids, joint, strict=True):
+        if size > tokenizer.room:
+            raise _too_long(name, len(ids), tokenizer.room - (size - len(ids)))
     if tokens.repeated:
         warnings.warn(f"equal class names: {', '.join(tokens.repeated)}", SelfTPTWarning, stacklevel=3)
     return tokens
+
+
+def _too_long(name: str, tokens: int, room: int) -> SelfTPTError:
+    return SelfTPTError(
+        f"class name {_shorten(name)!r} is too long: {tokens} tokens, and this model with this prompt "
+        f"has room for {room}"
+    )
 
 
 def _first_equal(keys: Sequence[Any]) -> Tensor:

@@ -1,0 +1,80 @@
+"""The attributes of open_clip's modules that selftpt relies on, in one table.
+
+None of them is documented by open_clip. A test builds one instance of each class and fails when a release of
+open_clip drops an attribute, so that the change is found there and not in a wrong feature.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import open_clip
+from torch import Tensor, nn
+
+_TEXT = ("token_embedding", "positional_embedding", "transformer", "ln_final", "attn_mask", "text_projection")
+_BLOCK = ("ln_1", "attn", "ls_1", "ln_2", "mlp", "ls_2")
+
+# By class: which attributes are read, called or tested for. Names with a dot are attributes of submodules.
+USED: dict[str, tuple[str, ...]] = {
+    "open_clip.CLIP": ("visual", "logit_scale", *_TEXT, "text_pool_type", "text_eos_id"),
+    "open_clip.CustomTextCLIP": ("visual", "text", "logit_scale"),
+    "open_clip.transformer.TextTransformer": (*_TEXT, "cls_emb", "pool_type", "eos_id", "_embeds"),
+    "open_clip.hf_model.HFTextEncoder": ("transformer", "pooler", "proj", "config.pad_token_id"),
+    "open_clip.transformer.Transformer": ("resblocks",),
+    "open_clip.transformer.ResidualAttentionBlock": (
+        *_BLOCK,
+        "attn.num_heads",
+        "attn.in_proj_weight",
+        "attn.in_proj_bias",
+        "attn.out_proj",
+        "mlp.c_fc",
+        "mlp.gelu",
+        "mlp.c_proj",
+    ),
+    "open_clip.transformer.CustomResidualAttentionBlock": (
+        *_BLOCK,
+        "ln_attn",
+        "attn.num_heads",
+        "attn.in_proj_weight",
+        "attn.in_proj_bias",
+        "attn.out_proj",
+        "attn.ln_q",
+        "attn.ln_k",
+        "attn.ln_inner",
+        "attn.head_scale",
+        "attn.logit_scale",
+    ),
+    "open_clip.transformer.VisionTransformer": (
+        "_embeds",
+        "_pool",
+        "attn_pool",
+        "image_size",
+        "ln_pre",
+        "pool_type",
+        "proj",
+        "transformer",
+    ),
+}
+# Present only in a block with cross-attention, which the block loop does not run.
+CROSS_ATTENTION_NORM = "ln_1_kv"
+
+
+class ClipText(nn.Module):
+    """The text parts of an `open_clip.CLIP`, which stand beside its image tower, under `TextTransformer`'s names."""
+
+    cls_emb = None
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self.token_embedding, self.positional_embedding = clip.token_embedding, clip.positional_embedding
+        self.transformer, self.ln_final, self.text_projection = clip.transformer, clip.ln_final, clip.text_projection
+        self.register_buffer("attn_mask", clip.attn_mask, persistent=False)
+        self.pool_type, self.eos_id = clip.text_pool_type, clip.text_eos_id
+
+    def _embeds(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.token_embedding(ids) + self.positional_embedding, self.attn_mask
+
+
+def text_module(clip: Any) -> Any:
+    """The text tower of an open_clip model: a `TextTransformer`, what looks like one, or an `HFTextEncoder`."""
+    return ClipText(clip) if isinstance(clip, open_clip.CLIP) else clip.text
