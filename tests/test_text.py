@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
@@ -342,3 +343,89 @@ def test_a_prompt_for_each_name(kind: str) -> None:
         u = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype)
         gradients = [torch.autograd.grad(f, p, u)[0] for f, p in ((found, ours), (wanted, theirs))]
         assert relative(*gradients) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["siglip", "bert", "vit"])
+def test_threads_share_a_tower(kind: str) -> None:
+    """Eight threads with prompts of their own, with and without a graph, get the features of one thread."""
+    model = small(kind)
+    encoder = encoder_of(model, ["cat", "red kite", "dog"], 4)
+    prompts = [random_prompt(model, 4, seed) for seed in range(8)]
+    wanted = [encoder(prompt.requires_grad_()).detach() for prompt in prompts]
+
+    def encode(i: int) -> float:
+        with torch.set_grad_enabled(i % 3 > 0):
+            return relative(encoder(prompts[i % 8]), wanted[i % 8])
+
+    with ThreadPoolExecutor(8) as pool:
+        errors = list(pool.map(encode, range(300)))
+    assert max(errors) < 1e-5
+
+
+def test_reference_forward_changes_no_global_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags of `torch.backends.cuda` that choose an attention kernel are shared by all threads."""
+    model = small("siglip")
+    monkeypatch.setattr(torch._C, "_set_sdp_use_flash", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(torch._C, "_set_sdp_use_math", Mock(side_effect=AssertionError))
+    features = encoder_of(model, ["cat", "dog"], 2)(random_prompt(model, 2).requires_grad_())
+    assert features.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["vit", "siglip", "bert"])
+def test_model_used_in_inference_mode(kind: str) -> None:
+    """What is built in inference mode can be used outside of it, with a graph."""
+    model = small(kind)
+    prompt = random_prompt(model, 2)
+    with torch.inference_mode():
+        encoder = encoder_of(model, ["cat", "dog"], 2)
+        inside = encoder(prompt)
+        model.model.encode_text(["cat"])
+        model.model.encode_images(torch.zeros(1, 3, *model.model.preprocess.size))
+    p = prompt.clone().requires_grad_()
+    features = encoder(p)
+    assert relative(features, inside) < 1e-5
+    assert torch.autograd.grad(features.sum(), p)[0].norm() > 0
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}([ '()./&+-]{1,2}[a-z0-9]{1,4}){0,2}[).!'\"]?", fullmatch=True)
+HARD_NAMES = [
+    "crane (bird)",
+    "rock'n'roll!",
+    "747-400",
+    "St. Bernard",
+    "jack-o'-lantern",
+    "St.",
+    "drivers' license",
+    "F-16A/B",
+    "T-shirt (XL)",
+    "model 3.",
+]
+
+
+def check_tokens_of_clip(kind: str, names: list[str]) -> None:
+    """Zero-shot and the end view have the tokens and the features that open_clip gives the whole sentence."""
+    model = small(kind, torch.float64)
+    text = model.model.text
+    tokens = tokens_of(model, names)
+    for template in ("a photo of a {}.", "{}", "itap of a {} (art)."):
+        whole = model.tokenizer([template.format(name) for name in tokens.names], context_length=model.context)
+        for name, row in zip(tokens.names, whole.tolist(), strict=True):
+            assert text.tokenizer.sentence(text.tokenizer.fitting(template.format(name))) == row
+        wanted = model.clip.encode_text(whole, normalize=False)
+        assert relative(encode_template(text, tokens, template), wanted) < 1e-9
+    whole = model.tokenizer([f"a photo of a {name}." for name in tokens.names], context_length=model.context)
+    wanted = model.clip.encode_text(whole, normalize=False)
+    end = encoder_of(model, list(tokens.names), 4, ("end",))(text.words("a photo of a"))
+    assert relative(end[0], wanted) < 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_clip(kind: str) -> None:
+    check_tokens_of_clip(kind, HARD_NAMES)
+
+
+@pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip", "clipa", "coca", "bert"])
+@settings(max_examples=15, deadline=None)
+@given(names=st.lists(NAMES, min_size=1, max_size=5))
+def test_tokens_of_any_name_are_those_of_clip(kind: str, names: list[str]) -> None:
+    check_tokens_of_clip(kind, names)

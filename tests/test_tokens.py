@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
+from selftpt.config import ContrastConfig
 from selftpt.errors import SelfTPTError
-from selftpt.models.tokenizer import Tokenizer, clean_name, end_ids, tokenize
+from selftpt.models.tokenizer import Tokenizer, class_tokens, clean_name, end_ids, tokenize
 from tests.small import KINDS, Frame, Pieces, PiecesTokenizer, name_of, small
 
 OPEN_CLIP = SimpleTokenizer()
@@ -271,3 +272,21 @@ def test_any_names(names: list[str], room: int) -> None:
         assert 1 <= len(ids) <= room
         assert not {49406, 49407} & set(ids)
         assert int(tokens.same[i]) == tokens.ids.index(ids)
+
+
+def test_room_counts_the_tokens_of_the_whole_sentence() -> None:
+    """A closing bracket and the full stop are one token together: a name fits that would not if they were split."""
+    name = " ".join(["red"] * 65) + " (sun)"  # 68 tokens alone
+    contrast = ContrastConfig(views=("end", "hand"), template="a photo of a red {}.")
+    assert len(CLIP.encode(name)) == 68
+    assert len(CLIP.encode(contrast.template.replace("{}", name))) == 73
+    assert class_tokens(CLIP, [name, "cat"], 6, contrast).names == (name, "cat")
+    longer = "a photo of a red blue red {}."
+    with pytest.raises(SelfTPTError, match=r"too long: 69 tokens, .* room for 68"):
+        class_tokens(CLIP, [f"red {name}", "cat"], 4, ContrastConfig(views=("end", "hand"), template=longer))
+
+
+def test_whole_sentence_that_is_too_long() -> None:
+    assert len(CLIP.fitting(name_of(75))) == 75
+    with pytest.raises(SelfTPTError, match="too long: 76 tokens, and this model reads 75"):
+        CLIP.fitting(name_of(76))

@@ -1,13 +1,14 @@
 """The slow, obvious reference: the paper's equations read out loud.
 
-Nothing here is shared with selftpt. Sentences are put together position by position, every position is walked
-through open_clip's own modules, sums are loops, and gradients are torch's, twice where the paper asks for two.
+Nothing here is shared with selftpt. Sentences are put together position by position, every position goes through
+open_clip's own modules, sums are loops, and gradients are torch's, twice where the paper asks for two.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from decimal import MAX_EMAX, MIN_EMIN, Decimal, localcontext
 
@@ -21,6 +22,11 @@ PAPER_VIEWS = ("end", "front", "middle", "hand")
 
 
 # The text encoder g
+
+
+def math_attention() -> AbstractContextManager[None]:
+    """Attention with a second derivative, for a test in one thread."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def sentence(small: Small, view: str, name: str, prompt: Tensor, template: str = "a photo of a {}.") -> list[Tensor]:
@@ -52,13 +58,13 @@ def encode(small: Small, view: str, names: Sequence[str], prompt: Tensor, templa
         assert len(content) <= small.context, f"{name!r} does not fit"
         rows.append(torch.stack(content + [padding] * (small.context - len(content))))
         sizes.append(len(content))
-    with sdpa_kernel(SDPBackend.MATH):
+    with math_attention():
         if small.spec.pool == "mean":
-            return _walk_hf(small.text, torch.stack(rows), sizes)
-        return _walk(small, torch.stack(rows), sizes)
+            return _encode_hf(small.text, torch.stack(rows), sizes)
+        return _encode(small, torch.stack(rows), sizes)
 
 
-def _walk(small: Small, x: Tensor, sizes: Sequence[int]) -> Tensor:
+def _encode(small: Small, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """Embedded sentences [N, context, d] through every block of an open_clip text tower, then pooled: [N, D]."""
     part, spec = small.text, small.spec
     if spec.pool == "class":
@@ -92,7 +98,7 @@ def _mask(length: int, causal: bool, hidden_from: int) -> Tensor:
     )
 
 
-def _walk_hf(part: nn.Module, x: Tensor, sizes: Sequence[int]) -> Tensor:
+def _encode_hf(part: nn.Module, x: Tensor, sizes: Sequence[int]) -> Tensor:
     """The same for an encoder of transformers with mean pooling."""
     mask = torch.tensor([[1] * size + [0] * (x.shape[1] - size) for size in sizes])
     states = part.transformer(inputs_embeds=x, attention_mask=mask).last_hidden_state

@@ -63,6 +63,7 @@ class ClipText(nn.Module):
     """The text parts of an `open_clip.CLIP`, which stand beside its image tower, under `TextTransformer`'s names."""
 
     cls_emb = None
+    attn_mask: Tensor | None
 
     def __init__(self, clip: Any) -> None:
         super().__init__()

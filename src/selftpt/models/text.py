@@ -536,6 +536,7 @@ class TextEncoder:
         on_forward: Is called after every forward pass.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         tower: TextTower,
