@@ -1,7 +1,8 @@
-"""The text path against the plain walk: one step of stage 1 and of stage 2, time and memory, as ratios in one run.
+"""The packed text forward against the plain one: a step of stage 1 and of stage 2, time and memory, as ratios.
 
-ViT-B/16's text tower with random weights, fp32. The plain walk is how prompt learners usually do it: every view of
-every class over all 77 positions, the hand-written one again at every step.
+ViT-B/16's text tower with random weights, fp32. The plain forward is how prompt learners usually do it: every view of
+every class over all 77 positions, the hand-crafted one again at every step. Jobs that are compared take turns in every
+round; a ratio is taken within a round, and its median over the rounds is reported with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import extra_memory, in_own_process, interleaved, ratio
+from measure import extra_memory, in_own_process, interleaved
 from open_clip import IMAGENET_CLASSNAMES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +24,7 @@ from selftpt.config import VIEWS, ContrastConfig, LearnConfig, View
 from selftpt.losses import Head
 from selftpt.models import Model, load_model
 from selftpt.models.text import TextEncoder, before_name, encode_template
-from selftpt.models.tokenizer import ClassTokens, tokenize
+from selftpt.models.tokenizer import ClassTokens, end_ids, tokenize
 from selftpt.objective import Batch, Task, contrast_step, joint_step
 from selftpt.prompt import initial_context, initial_head
 
@@ -38,29 +41,30 @@ def class_names(count: int) -> list[str]:
 
 
 class PlainEncoder:
-    """The plain walk: embeddings of all positions are put together and go through open_clip's own modules."""
+    """The plain forward: embeddings of all positions are put together and go through open_clip's own modules."""
 
-    whole = True
+    unchunked = True
     views: tuple[View, ...] = VIEWS
 
     def __init__(self, model: Model, tokens: ClassTokens, length: int) -> None:
         self.clip, self.shape = model.clip, (len(VIEWS), len(tokens))
         tokenizer = model.text.tokenizer
         dot, rows, index = tokenizer.encode("."), list[int](), list[int]()
+        joint = end_ids(tokenizer, tokens.names)
         sentences: list[list[int]] = []
         for view in VIEWS:
             before = before_name(view, length)
-            for name in tokens.ids:
+            for name, end in zip(tokens.ids, joint, strict=True):
                 at = len(sentences) * tokenizer.context + 1
                 rows += [at + k + (len(name) if k >= before else 0) for k in range(length)]
                 index += range(length)
-                sentence = [0] * before + list(name) + [0] * (length - before) + dot
-                sentences.append(tokenizer.sentence(sentence))
+                split = [0] * before + list(name) + [0] * (length - before) + dot
+                sentences.append(tokenizer.sentence([0] * length + end if view == "end" else split))
         self.rows, self.index, self.ids = torch.tensor(rows), torch.tensor(index), torch.tensor(sentences)
         words = tokenizer.encode("a photo of a")
-        self.hand_ids = torch.tensor([tokenizer.sentence([*words, *name, *dot]) for name in tokens.ids])
+        self.hand_ids = torch.tensor([tokenizer.sentence([*words, *ids]) for ids in joint])
 
-    def _walk(self, x: Tensor, ids: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self.clip.transformer(x + self.clip.positional_embedding, attn_mask=self.clip.attn_mask)
         features: Tensor = self.clip.ln_final(x)[torch.arange(len(x)), ids.argmax(-1)] @ self.clip.text_projection
         return features
@@ -68,11 +72,11 @@ class PlainEncoder:
     def __call__(self, prompt: Tensor) -> Tensor:
         x = self.clip.token_embedding(self.ids)
         x = x.flatten(0, 1).index_copy(0, self.rows, prompt[self.index]).view_as(x)
-        return self._walk(x, self.ids).view(*self.shape, -1)
+        return self._forward(x, self.ids).view(*self.shape, -1)
 
     @torch.no_grad()
     def hand(self) -> Tensor:
-        return self._walk(self.clip.token_embedding(self.hand_ids), self.hand_ids)
+        return self._forward(self.clip.token_embedding(self.hand_ids), self.hand_ids)
 
 
 class Bench:
@@ -89,7 +93,7 @@ class Bench:
         self.batch = Batch(images, torch.arange(4), 100.0)
 
     def prepare(self) -> None:
-        """What is done once a class list."""
+        """What is done once per class list."""
         hand = None
         if self.ours:
             self.encoder = TextEncoder(self.model.text, self.tokens, 4, chunk=self.chunk)
@@ -129,9 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk", type=int, default=14, help="classes a chunk, in chunked mode")
-    parser.add_argument("--stage1-classes", type=int, default=40, help="the plain walk needs about 0.3 GB a class")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds that are counted, after one that is not")
+    parser.add_argument("--chunk", type=int, default=14, help="classes per chunk, in chunked mode")
+    parser.add_argument("--stage1-classes", type=int, default=40, help="the plain forward needs about 0.3 GB per class")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, after one that is not")
+    parser.add_argument("--small", action="store_true", help="a tenth of the classes: to see that the script runs")
     parser.add_argument("--memory", nargs=4, metavar=("STAGE", "CLASSES", "OURS", "CHUNK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -141,6 +146,13 @@ def main() -> None:
         return
 
     model = load_model("ViT-B-16-quickgelu", "random", device="cpu")
+    few, many, most, first = (10, 100, 40, 4) if options.small else (100, 1000, 2000, options.stage1_classes)
+    result: dict[str, float | list[float]] = {
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "stage1_classes": first,
+        "chunk": options.chunk,
+    }
 
     def make(classes: int, ours: bool = True, chunk: int | None = None) -> Bench:
         bench = Bench(model, classes, ours, chunk)
@@ -151,39 +163,33 @@ def main() -> None:
         arguments = [str(value) for value in (stage, classes, ours, chunk)]
         return float(in_own_process(__file__, "--threads", str(options.threads), "--memory", *arguments)["mb"])
 
-    result: dict[str, float] = {"threads": options.threads, "stage1_classes": options.stage1_classes}
-    plain, ours = make(100, ours=False), make(100)
+    def compare(field: str, over: Callable[[], object], under: Callable[[], object], divisor: float = 1) -> None:
+        """Report the ratio of two jobs' times."""
+        seconds = interleaved({"over": over, "under": under}, rounds=options.rounds)
+        ratios = [a / b / divisor for a, b in zip(seconds["over"], seconds["under"], strict=True)]
+        result[field], result[f"{field}_range"] = statistics.median(ratios), [min(ratios), max(ratios)]
+        result[f"{field}_seconds"] = [statistics.median(times) for times in seconds.values()]
+        print(f"{field}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+
+    plain, ours = make(few, ours=False), make(few)
     wanted = plain.stage2()
     result["stage2_gradient_difference"] = ((wanted - ours.stage2()).norm() / wanted.norm()).item()
-    seconds = interleaved({"plain": plain.stage2, "ours": ours.stage2}, rounds=options.rounds)
-    result["stage2_plain_seconds"], result["stage2_seconds"] = min(seconds["plain"]), min(seconds["ours"])
-    result["stage2_speedup"] = ratio(seconds["plain"], seconds["ours"])
-    print(f"stage 2, 100 classes: {result['stage2_speedup']:.1f} times faster", flush=True)
-
-    plain, ours_1 = make(options.stage1_classes, ours=False), make(options.stage1_classes)
-    seconds = interleaved({"plain": plain.stage1, "ours": ours_1.stage1}, rounds=options.rounds)
-    result["stage1_plain_seconds"], result["stage1_seconds"] = min(seconds["plain"]), min(seconds["ours"])
-    result["stage1_speedup"] = ratio(seconds["plain"], seconds["ours"])
-    print(f"stage 1, {options.stage1_classes} classes: {result['stage1_speedup']:.1f} times faster", flush=True)
+    compare("stage2_speedup", plain.stage2, ours.stage2)
+    plain, ours_1 = make(first, ours=False), make(first)
+    compare("stage1_speedup", plain.stage1, ours_1.stage1)
     del plain, ours_1
-
-    long = make(1000)
-    seconds = interleaved({"100": ours.stage2, "1000": long.stage2}, rounds=options.rounds)
-    result["growth_1000_over_100"] = ratio(seconds["1000"], seconds["100"]) / 10
-    print(f"time a class at 1,000 over 100: {result['growth_1000_over_100']:.2f}", flush=True)
+    long = make(many)
+    compare("growth_1000_over_100", long.stage2, ours.stage2, divisor=many / few)
     del long, ours
-
-    whole, chunked = make(2000), make(2000, chunk=options.chunk)
-    seconds = interleaved({"whole": whole.stage2, "chunked": chunked.stage2}, rounds=options.rounds)
-    result["chunk"] = options.chunk
-    result["chunked_time_ratio"] = ratio(seconds["chunked"], seconds["whole"])
-    print(f"2,000 classes in chunks of {options.chunk}: {result['chunked_time_ratio']:.2f} of the time", flush=True)
+    whole, chunked = make(most), make(most, chunk=options.chunk)
+    compare("chunked_time_ratio", chunked.stage2, whole.stage2)
     del whole, chunked
 
-    result["stage2_plain_mb"], result["stage2_mb"] = mb(2, 100, 0), mb(2, 100, 1)
-    result["stage2_memory_ratio"] = result["stage2_plain_mb"] / result["stage2_mb"]
-    result["chunked_extra_mb"] = mb(2, 2000, 1, options.chunk)
-    print(f"extra memory: 1/{result['stage2_memory_ratio']:.1f}; chunked {result['chunked_extra_mb']:.0f} MB")
+    plain_mb, ours_mb = mb(2, few, 0), mb(2, few, 1)
+    result["stage2_plain_mb"], result["stage2_mb"] = plain_mb, ours_mb
+    result["stage2_memory_ratio"] = plain_mb / ours_mb
+    result["chunked_extra_mb"] = mb(2, most, 1, options.chunk)
+    print(f"extra memory: 1/{plain_mb / ours_mb:.1f}; chunked {result['chunked_extra_mb']:.0f} MB")
     if options.json:
         print(json.dumps(result))
 

@@ -111,3 +111,12 @@ def test_a_rate_that_leads_nowhere_is_said() -> None:
 def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(SelfTPTError):
         AdaptConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_adapt_in_a_callers_grad_mode(mode: type) -> None:
+    names = ["cat", "dog", "red kite"]
+    wanted = adapt(model(), prompt(), names, AdaptConfig(steps=2))
+    with mode():
+        found = adapt(model(), prompt(), names, AdaptConfig(steps=2))
+    assert torch.equal(found.weights, wanted.weights)

@@ -34,6 +34,8 @@ def zero_shot(
     return Classifier.of(model, tokens.names, weights, stage="zero-shot", template=template)
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
     """Tune a prompt to the class names of a task and make its classifier (Algorithm 1, stage 2)."""
     config = config or AdaptConfig()
