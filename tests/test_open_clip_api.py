@@ -16,6 +16,7 @@ from tests.small import KINDS, small
 CLASSES = {
     "open_clip.CLIP": open_clip.CLIP,
     "open_clip.CustomTextCLIP": open_clip.CustomTextCLIP,
+    "open_clip.CoCa": open_clip.CoCa,
     "open_clip.hf_model.HFTextEncoder": HFTextEncoder,
     **{
         f"open_clip.transformer.{name}": getattr(transformer, name)

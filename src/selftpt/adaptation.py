@@ -43,7 +43,7 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
     tokens = class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)
     contrast, length, device = prompt.contrast, len(prompt.context), model.device
     context = prompt.context.to(device).clone()
-    head = Head(*(t.to(device) for t in prompt.head))
+    head = Head(*(t.to(device).clone() for t in prompt.head))
     if config.steps:
         hand = None
         if "hand" in contrast.views:

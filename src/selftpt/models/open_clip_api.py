@@ -12,12 +12,14 @@ import open_clip
 from torch import Tensor, nn
 
 _TEXT = ("token_embedding", "positional_embedding", "transformer", "ln_final", "attn_mask", "text_projection")
+_MODEL = ("visual", "visual.preprocess_cfg", "logit_scale")
 _BLOCK = ("ln_1", "attn", "ls_1", "ln_2", "mlp", "ls_2")
 
 # By class: which attributes are read, called or tested for. Names with a dot are attributes of submodules.
 USED: dict[str, tuple[str, ...]] = {
-    "open_clip.CLIP": ("visual", "logit_scale", *_TEXT, "text_pool_type", "text_eos_id"),
-    "open_clip.CustomTextCLIP": ("visual", "text", "logit_scale"),
+    "open_clip.CLIP": (*_MODEL, *_TEXT, "text_pool_type", "text_eos_id"),
+    "open_clip.CustomTextCLIP": (*_MODEL, "text"),
+    "open_clip.CoCa": (*_MODEL, "text"),
     "open_clip.transformer.TextTransformer": (*_TEXT, "cls_emb", "pool_type", "eos_id", "_embeds"),
     "open_clip.hf_model.HFTextEncoder": ("transformer", "pooler", "proj", "config.pad_token_id"),
     "open_clip.transformer.Transformer": ("resblocks",),
@@ -49,6 +51,7 @@ USED: dict[str, tuple[str, ...]] = {
         "_pool",
         "attn_pool",
         "image_size",
+        "ln_post",
         "ln_pre",
         "pool_type",
         "proj",
