@@ -20,7 +20,7 @@ from selftpt.data.sources import find_images, is_place
 from selftpt.data.threads import in_threads
 from selftpt.errors import SelfTPTError
 from selftpt.files import read_tensors, write_tensors
-from selftpt.models import Model, ModelId, load_model
+from selftpt.models import Model, ModelId, load_recorded_model
 from selftpt.names import check_names
 from selftpt.version import __version__
 
@@ -113,7 +113,7 @@ class Classifier:
         if top is not None:
             config = dataclasses.replace(config, top=top)
         if self.model is None:
-            object.__setattr__(self, "model", load_model(self.model_id.name, self.model_id.pretrained))
+            object.__setattr__(self, "model", load_recorded_model(self.model_id, "the classifier"))
         assert self.model is not None
         model = self.model
         self.model_id.check(model, "the classifier")

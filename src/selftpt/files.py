@@ -7,13 +7,16 @@ import hashlib
 import json
 import os
 import secrets
+import stat
+import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, SelfTPTWarning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,10 +25,38 @@ FORMAT = 1
 
 
 def cache_folder() -> Path:
-    """Where features and adapted classifiers are kept: $SELFTPT_CACHE, or selftpt in the user's cache folder."""
+    """The folder for features and adapted classifiers: $SELFTPT_CACHE, or selftpt in the user's cache folder.
+
+    A user without a home folder, as in some containers, gets a private folder among the temporary files.
+
+    Raises:
+        SelfTPTError: The private folder exists and belongs to someone else, or others may write to it.
+    """
     if chosen := os.environ.get("SELFTPT_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "selftpt"
+    if parent := os.environ.get("XDG_CACHE_HOME"):
+        return Path(parent) / "selftpt"
+    try:
+        return Path.home() / ".cache" / "selftpt"
+    except RuntimeError:
+        pass
+    user = os.getuid() if hasattr(os, "getuid") else None
+    folder = Path(tempfile.gettempdir()) / ("selftpt" if user is None else f"selftpt-{user}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise SelfTPTError(
+            f"cannot make the folder {folder}: {error.strerror}; set SELFTPT_CACHE to another"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or (user is not None and (found.st_uid != user or found.st_mode & 0o077)):
+        raise SelfTPTError(f"{folder} is not a private folder of this user: set SELFTPT_CACHE to one that is")
+    warnings.warn(
+        f"there is no home folder: the cache is {folder}; set SELFTPT_CACHE to choose another",
+        SelfTPTWarning,
+        stacklevel=1,
+    )
+    return folder
 
 
 def digest(*parts: object) -> str:

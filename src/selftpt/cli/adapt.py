@@ -29,7 +29,7 @@ def command(
 
     check_writable(out)
     learned = options.prompt(prompt)
-    classifier = adapt(options.load(learned.model), learned, listed, config)
+    classifier = adapt(options.load(learned.model, f"the prompt {prompt}"), learned, listed, config)
     classifier.save(out)
     if as_json:
         facts = {"classifier": str(out), "classes": len(classifier.names), "model": str(classifier.model_id)}

@@ -47,7 +47,7 @@ def command(
         classifier = adaptation.zero_shot(options.load(), wanted, chunk=adapting.chunk)
     else:
         learned = options.prompt(prompt)
-        classifier = adapted(options.load(learned.model), learned, wanted, adapting)
+        classifier = adapted(options.load(learned.model, f"the prompt {prompt}"), learned, wanted, adapting)
     show_classified(classifier, paths, predicting, form)
 
 

@@ -28,20 +28,28 @@ class ModelOptions(Config):
     """Which model, where and how."""
 
     model: str | None = setting(
-        None, "a model of open_clip (`selftpt models`), or a folder; else the file's own, else selftpt-tiny"
+        None, "a model of open_clip (`selftpt models`), hf-hub:ORG/REPO or a folder; else the published one of the file"
     )
     pretrained: str | None = setting(None, "its weights: a name, a checkpoint file, or random (answers mean nothing)")
     device: str | None = setting(None, "cpu, cuda or mps; the best there is by default")
     precision: Precision = setting("fp32", "of the image tower")
 
-    def load(self, made_with: ModelId | None = None) -> Model:
-        """The model asked for, or else the one a file was made with, or else the embedded one."""
-        from selftpt.models import EMBEDDED, load_model
+    def load(self, made_with: ModelId | None = None, what: str = "the file") -> Model:
+        """Load the model that the options name, else the one that a file was made with, else the embedded one.
 
-        asked = made_with.name if made_with else EMBEDDED
-        name = asked if self.model is None else self.model
-        known = made_with.pretrained if made_with and self.model is None else None
-        model = load_model(name, self.pretrained or known, device=self.device, precision=self.precision)
+        Args:
+            made_with: The model that a file names. Only --model makes selftpt load a folder or a repository.
+            what: The file, for error messages.
+        """
+        from selftpt.models import EMBEDDED, list_models, load_model, load_recorded_model
+
+        if self.model is None and made_with is not None and self.pretrained is None:
+            model = load_recorded_model(made_with, what, device=self.device, precision=self.precision)
+        else:
+            name = self.model if self.model is not None else made_with.name if made_with else EMBEDDED
+            if self.model is None and name.replace("/", "-") not in list_models():
+                raise SelfTPTError(f"--pretrained needs --model: {what} was made with {name!r}")
+            model = load_model(name, self.pretrained, device=self.device, precision=self.precision)
         if model.id.meaningless:
             print("note: random weights: the answers mean nothing", file=sys.stderr)
         return model

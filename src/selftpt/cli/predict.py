@@ -75,7 +75,7 @@ def command(
         from selftpt.classifier import Classifier
 
         made = Classifier.load(classifier)
-        model = options.load(made.model_id)
+        model = options.load(made.model_id, f"the classifier {classifier}")
         made.model_id.check(model, f"the classifier {classifier}")
         show_classified(dataclasses.replace(made, model=model), paths, config, form)
         return

@@ -25,7 +25,7 @@ from selftpt.errors import SelfTPTError
 from selftpt.files import cache_folder, digest, write_whole
 from selftpt.methods import tpt
 from selftpt.methods.method import Fitted, Job, Method
-from selftpt.models import best_device, quiet
+from selftpt.models import best_device
 
 AUTHORS_MODEL = "lambdalabs/sd-image-variations-diffusers@v2.0"
 GROUP = 4  # pictures that the diffusion model makes at once
@@ -139,10 +139,9 @@ def _pipeline(name: str) -> Any:
         raise SelfTPTError("making pictures needs diffusers: pip install 'selftpt[diffusion]'") from error
     place, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
     try:
-        with quiet():
-            pipeline = StableDiffusionImageVariationPipeline.from_pretrained(
-                place, revision=revision or None, safety_checker=None, requires_safety_checker=False
-            )
+        pipeline = StableDiffusionImageVariationPipeline.from_pretrained(
+            place, revision=revision or None, safety_checker=None, requires_safety_checker=False
+        )
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0][:100]
         raise SelfTPTError(

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from selftpt.models.blocks import LayerPrompts
-from selftpt.models.loading import EMBEDDED, EMBEDDED_FILES, best_device, list_models, load_model, quiet
+from selftpt.models.loading import (
+    EMBEDDED,
+    EMBEDDED_FILES,
+    best_device,
+    list_models,
+    load_model,
+    load_recorded_model,
+)
 from selftpt.models.model import PRECISIONS, RANDOM, Model, ModelId
 
 __all__ = [
@@ -17,5 +23,5 @@ __all__ = [
     "best_device",
     "list_models",
     "load_model",
-    "quiet",
+    "load_recorded_model",
 ]

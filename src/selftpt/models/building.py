@@ -1,0 +1,236 @@
+"""open_clip's models, weights and tokenizers from its parts.
+
+`open_clip.create_model` and `open_clip.get_tokenizer` log through the root logger, which installs a handler on it, and
+draw initial values from the global random state. The parts used here do neither.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from open_clip.convert import convert_state_dict
+from open_clip.model import convert_to_custom_text_state_dict
+from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SigLipTokenizer, SimpleTokenizer
+from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from selftpt.errors import SelfTPTError
+
+_BUILDING = threading.Lock()  # timm and transformers set variables of their modules while they build a model
+
+# As open_clip chooses among the files of a folder.
+_CHECKPOINT_NAMES = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "open_clip_pytorch_model.pth",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.pth",
+    "model.pth",
+)
+
+
+class SeededRandomOps(TorchDispatchMode):
+    """Within this context, random operations of the current thread draw from a generator of their own.
+
+    The values are those that follow `torch.manual_seed(seed)`; the global random state is neither read nor changed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            if all(argument.name != "generator" for argument in func._schema.arguments):
+                func = func.overloadpacket.generator
+            kwargs["generator"] = self.generator
+        return func(*args, **kwargs)
+
+
+def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any:
+    """Build open_clip's model of a configuration, with random weights that are the same every time.
+
+    Args:
+        config: `model_cfg` of open_clip, which is not changed.
+        preprocess: The parts of `preprocess_cfg` that differ from open_clip's default.
+    """
+    config = deepcopy(dict(config))
+    if "timm_model_name" in config["vision_cfg"]:
+        config["vision_cfg"]["timm_model_pretrained"] = False
+    hf_text = "hf_model_name" in config["text_cfg"]
+    if hf_text:
+        config["text_cfg"]["hf_model_pretrained"] = False
+    kind: Any = open_clip.CLIP
+    if config.pop("custom_text", False) or hf_text:
+        kind = open_clip.CoCa if "multimodal_cfg" in config else open_clip.CustomTextCLIP
+    with _BUILDING, torch.device("cpu"), SeededRandomOps(0):
+        model = kind(**config)
+    preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), dict(preprocess))
+    open_clip.set_model_preprocess_cfg(model, {**preprocess, "size": model.visual.image_size})
+    return model
+
+
+def build_tokenizer(config: Mapping[str, Any], known_name: str | None, folder: Path | None) -> Any:
+    """Build the tokenizer of a configuration.
+
+    Args:
+        config: `model_cfg` of open_clip.
+        known_name: open_clip's name of the model, if it has one; some SigLIP models are recognised by it.
+        folder: The folder of a local model, which holds the files of its tokenizer.
+    """
+    text = config["text_cfg"]
+    length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
+    options = text.get("tokenizer_kwargs", {})
+    lower = (known_name or "").lower()
+    with _BUILDING:
+        if name := text.get("hf_tokenizer_name"):
+            mode = text.get("tokenizer_mode")
+            return HFTokenizer(folder or name, context_length=length, tokenizer_mode=mode, **options)
+        if "siglip" in lower:
+            variant = "gemma" if "siglip2" in lower else "mc4" if "i18n" in lower else "c4-en"
+            return SigLipTokenizer(variant, context_length=length)
+        return SimpleTokenizer(context_length=length, **options)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The file with the weights in the folder of a model."""
+    found = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pth"))
+    if not found:
+        raise SelfTPTError(f"the folder {folder} has no weights: put open_clip_model.safetensors into it")
+    by_name = {path.name: path for path in found}
+    named = [by_name[name] for name in _CHECKPOINT_NAMES if name in by_name]
+    return (named or sorted(found, key=lambda path: path.suffix != ".safetensors"))[0]
+
+
+def load_weights(model: Any, file: Path, name: str) -> None:
+    """Load the weights of a checkpoint file into a model of open_clip.
+
+    Args:
+        model: The model, whose weights are replaced.
+        file: .safetensors, .npz of big_vision, or what `torch.save` writes; only tensors are unpickled.
+        name: What to call the model in errors.
+
+    Raises:
+        SelfTPTError: The file is damaged, holds more than tensors, or holds the weights of another architecture.
+    """
+    try:
+        if file.suffix in (".npz", ".npy"):
+            open_clip.load_checkpoint(model, str(file))
+            return
+        state = _as_open_clip(_read_state(file), model)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise SelfTPTError(f"{file} cannot be read as weights of {name}: {_unreadable(error)}") from error
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        mismatch = _first_mismatch(model.state_dict(), state) or str(error).splitlines()[0]
+        raise SelfTPTError(
+            f"{file} does not hold weights of {name}: {mismatch}; name the model that the weights belong to"
+        ) from error
+
+
+def _read_state(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        checkpoint: Any = load_file(file)
+    else:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else checkpoint
+    if not isinstance(state, dict) or not state or not all(isinstance(key, str) for key in state):
+        raise ValueError("it holds no state dict")
+    if next(iter(state)).startswith("module"):  # saved by DistributedDataParallel
+        state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
+    return dict(state)
+
+
+def _unreadable(error: Exception) -> str:
+    if "TorchScript" in str(error):
+        return "it is a TorchScript archive; save its state dict: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
+    if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+        return "it holds pickled objects, and only tensors are loaded; save its state dict alone"
+    return f"it is damaged or no checkpoint; fetch it again ({first_line(error)})"
+
+
+def _as_open_clip(state: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """A state dict of other programs or of earlier versions of open_clip, as this version names its tensors."""
+    state = convert_state_dict(model, state)
+    if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
+        state = convert_to_custom_text_state_dict(state)
+    if model.logit_bias is not None:
+        state.setdefault("logit_bias", torch.zeros_like(model.logit_bias))
+    for key in ("logit_scale", "logit_bias"):
+        if key in state and getattr(model, key) is not None and state[key].numel() == 1:
+            state[key] = state[key].reshape(getattr(model, key).shape)
+    state.pop("text.transformer.embeddings.position_ids", None)  # no longer part of transformers' models
+    _resize_positions(state, model)
+    return state
+
+
+def _resize_positions(state: dict[str, Tensor], model: Any) -> None:
+    """Interpolate position embeddings that were trained at another image size or context length."""
+    image = state.get("visual.positional_embedding")
+    if image is not None and hasattr(model.visual, "grid_size"):
+        rows, columns = model.visual.grid_size
+        if len(image) != 1 + rows * columns:
+            side = isqrt(len(image) - 1)
+            grid = image[1:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
+            grid = F.interpolate(grid, (rows, columns), mode="bicubic", antialias=True, align_corners=False)
+            state["visual.positional_embedding"] = torch.cat([image[:1], grid[0].flatten(1).t()])
+    module, key = (model, "") if hasattr(model, "positional_embedding") else (model.text, "text.")
+    key += "positional_embedding"
+    wanted = getattr(module, "positional_embedding", None)
+    if key in state and wanted is not None and len(state[key]) != len(wanted):
+        line = F.interpolate(state[key].t()[None], len(wanted), mode="linear", align_corners=False)
+        state[key] = line[0].t()
+
+
+def _first_mismatch(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
+    for key, tensor in wanted.items():
+        if key not in state:
+            return f"it has no tensor {key}"
+        if state[key].shape != tensor.shape:
+            return f"{key} has the shape {list(state[key].shape)} in place of {list(tensor.shape)}"
+    return next((f"the model has no tensor {key}" for key in state if key not in wanted), None)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, of the machine or of a GPU, did not suffice."""
+    return any(
+        isinstance(cause, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
+        or (isinstance(cause, RuntimeError) and re.search("out of memory|allocate memory", str(cause)) is not None)
+        for cause in causes(error)
+    )
