@@ -346,11 +346,11 @@ def test_the_model_it_names_is_loaded_when_needed(
 ) -> None:
     file, asked = tmp_path / "five.safetensors", []
 
-    def load(name: str, pretrained: str | None) -> Model:
-        asked.append((name, pretrained))
+    def load(model_id: ModelId, what: str) -> Model:
+        asked.append((model_id.name, model_id.pretrained))
         return model()
 
-    monkeypatch.setattr(selftpt.classifier, "load_model", load)
+    monkeypatch.setattr(selftpt.classifier, "load_recorded_model", load)
     classifier().save(file)
     loaded = Classifier.load(file)
     assert loaded.model is None
@@ -360,6 +360,24 @@ def test_the_model_it_names_is_loaded_when_needed(
     stranger = dataclasses.replace(loaded, model_id=ModelId("vit", "random", "0" * 32))
     with pytest.raises(SelfTPTError, match="was made with vit"):  # of that name, but of other weights
         list(stranger.predict(paths))
+
+
+def test_a_classifier_file_does_not_load_a_model_that_is_not_published(tmp_path: Path, paths: list[Path]) -> None:
+    file = tmp_path / "five.safetensors"
+    dataclasses.replace(classifier(), model_id=ModelId("hf-hub:org/repo", None, "0" * 32)).save(file)
+    with pytest.raises(SelfTPTError, match=r"hf-hub:org/repo.*only when you name it.*load_model\('hf-hub:org/repo'\)"):
+        list(Classifier.load(file).predict(paths))
+
+
+@pytest.mark.parametrize("change", [{"name": ["a"]}, {"pretrained": 3}, {"digest": None}, {"name": None}])
+def test_a_model_in_a_file_is_described_by_strings(tmp_path: Path, change: dict[str, object]) -> None:
+    file = tmp_path / "five.safetensors"
+    classifier().save(file)
+    header, tensors = read_file(file)
+    header["model"] |= change
+    write_tensors(file, "classifier", tensors, header)
+    with pytest.raises(SelfTPTError, match=f"{next(iter(change))} of a model must be a string"):
+        Classifier.load(file)
 
 
 @pytest.mark.parametrize("part", ["model", "names", "scale", "origin", "weights"])

@@ -51,10 +51,14 @@ def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
     learned = run("learn", place.photos, "--out", prompt, "--model", place.model, "--epochs", 2, "--shots", 2, "--json")
     assert learned.code == 0, learned.err
     assert json.loads(learned.out)["pictures"] == 6
-    adapted = run("adapt", "--prompt", prompt, "--names", "cat, polar bear,dog", "--out", classifier)
+    adapted = run(
+        "adapt", "--prompt", prompt, "--names", "cat, polar bear,dog", "--out", classifier, "--model", place.model
+    )
     assert adapted.code == 0, adapted.err
     assert "3 classes" in adapted.out
-    predicted = run("predict", place.photos / "kite", "--classifier", classifier, "--json", "--top", 2)
+    predicted = run(
+        "predict", place.photos / "kite", "--classifier", classifier, "--json", "--top", 2, "--model", place.model
+    )
     assert predicted.code == 0, predicted.err
     rows = [json.loads(line) for line in predicted.out.splitlines()]
     assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
@@ -74,20 +78,39 @@ def test_threads_do_not_spin_for_long(run: Run, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_one_best_class_has_no_column_for_others(run: Run, place: Place) -> None:
-    predict = ["predict", place.photos / "kite", "--classifier", place.classifier]
+    predict = ["predict", place.photos / "kite", "--classifier", place.classifier, "--model", place.model]
     assert "then" in run(*predict).out.splitlines()[0]
     assert "then" not in run(*predict, "--top", 1).out
 
 
 def test_two_formats_at_once_are_refused(run: Run, place: Place) -> None:
-    command = ["predict", place.photos / "kite", "--classifier", place.classifier, "--json", "--format"]
+    command = [
+        "predict",
+        place.photos / "kite",
+        "--classifier",
+        place.classifier,
+        "--model",
+        place.model,
+        "--json",
+        "--format",
+    ]
     refused(run(*command, "csv"), "--format csv")
     assert run(*command, "jsonl").code == 0
 
 
 def test_the_three_ways_to_print_say_the_same(run: Run, place: Place) -> None:
     def predict(*more: str) -> Answer:
-        return run("predict", place.photos / "kite", "--classifier", place.classifier, "--top", "2", *more)
+        return run(
+            "predict",
+            place.photos / "kite",
+            "--classifier",
+            place.classifier,
+            "--model",
+            place.model,
+            "--top",
+            "2",
+            *more,
+        )
 
     rows = [json.loads(line) for line in predict("--format", "jsonl").out.splitlines()]
     table = list(csv.DictReader(io.StringIO(predict("--format", "csv").out)))
@@ -101,7 +124,17 @@ def test_the_three_ways_to_print_say_the_same(run: Run, place: Place) -> None:
 
 
 def test_classify_adapts_once(run: Run, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog", "--json"]
+    arguments = [
+        "classify",
+        place.photos,
+        "--prompt",
+        place.prompt,
+        "--model",
+        place.model,
+        "--names",
+        "cat,dog",
+        "--json",
+    ]
     first = run(*arguments)
     assert first.code == 0, first.err
 
@@ -118,7 +151,17 @@ def test_classify_adapts_once(run: Run, place: Place, monkeypatch: pytest.Monkey
 
 
 def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, own_cache: Path) -> None:
-    arguments = ["classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog", "--json"]
+    arguments = [
+        "classify",
+        place.photos,
+        "--prompt",
+        place.prompt,
+        "--model",
+        place.model,
+        "--names",
+        "cat,dog",
+        "--json",
+    ]
     first = run(*arguments)
     (kept,) = (own_cache / "classifiers").iterdir()
     kept.write_bytes(kept.read_bytes()[:100])
@@ -129,7 +172,9 @@ def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, 
 
 def test_pictures_come_from_files_folders_patterns_and_a_list(run: Run, place: Place) -> None:
     def paths(*places: str | Path, stdin: str = "") -> list[str]:
-        answer = run("predict", *places, "--classifier", place.classifier, "--json", stdin=stdin)
+        answer = run(
+            "predict", *places, "--classifier", place.classifier, "--model", place.model, "--json", stdin=stdin
+        )
         assert answer.code == 0, answer.err
         return [json.loads(line)["path"] for line in answer.out.splitlines()]
 
@@ -144,7 +189,9 @@ def test_pictures_come_from_files_folders_patterns_and_a_list(run: Run, place: P
 
 def test_views_are_self_tpt_v_and_reproducible(run: Run, place: Place) -> None:
     def predict(*more: str) -> str:
-        return run("predict", place.photos / "kite", "--classifier", place.classifier, "--json", *more).out
+        return run(
+            "predict", place.photos / "kite", "--classifier", place.classifier, "--model", place.model, "--json", *more
+        ).out
 
     many = predict("--views", "8")
     assert many != predict()
@@ -157,13 +204,13 @@ def test_random_weights_are_marked_everywhere(run: Run, place: Place, tmp_path: 
     prompt, classifier = tmp_path / "p.st", tmp_path / "c.st"
     options = ["--model", place.model, "--pretrained", "random"]
     assert json.loads(run("learn", place.photos, "--out", prompt, *options, "--epochs", 1, "--json").out)["meaningless"]
-    adapted = run("adapt", "--prompt", prompt, "--names", "cat,dog", "--out", classifier, "--json")
+    adapted = run("adapt", "--prompt", prompt, "--names", "cat,dog", "--out", classifier, "--json", *options)
     assert json.loads(adapted.out)["meaningless"]
     for file in (prompt, classifier):
         assert read_file(file)[0]["meaningless"] is True
         assert "meaningless" in run("inspect", file).out
     assert all(json.loads(line)["meaningless"] for line in Path(f"{prompt}.log.jsonl").read_text().splitlines())
-    predict = ["predict", place.photos / "kite", "--classifier", classifier]
+    predict = ["predict", place.photos / "kite", "--classifier", classifier, *options]
     answers = [run(*predict, "--format", form) for form in ("jsonl", "csv", "table")]
     assert all("mean nothing" in answer.err for answer in answers)
     assert json.loads(answers[0].out.splitlines()[0])["meaningless"] is True
@@ -210,7 +257,17 @@ def test_names_from_a_file(run: Run, place: Place, tmp_path: Path) -> None:
     lines.write_text("cat, a small one\n\n  dog \n", encoding="utf-8")
     listing.write_text('["cat, a small one", "dog"]')
     answers = [
-        run("classify", place.photos / "kite", "--prompt", place.prompt, "--names-file", file, "--json")
+        run(
+            "classify",
+            place.photos / "kite",
+            "--prompt",
+            place.prompt,
+            "--model",
+            place.model,
+            "--names-file",
+            file,
+            "--json",
+        )
         for file in (lines, listing)
     ]
     assert answers[0].code == 0, answers[0].err
@@ -218,8 +275,23 @@ def test_names_from_a_file(run: Run, place: Place, tmp_path: Path) -> None:
     assert set(json.loads(answers[0].out.splitlines()[0])["names"]) == {"cat, a small one", "dog"}
     for text, words in (('["cat", 3]', "strings"), ("[cat", "JSON"), ("", "no class names")):
         listing.write_text(text)
-        refused(run("classify", place.photos, "--prompt", place.prompt, "--names-file", listing), words)
-    refused(run("classify", place.photos, "--prompt", place.prompt, "--names-file", tmp_path / "none"), "none")
+        refused(
+            run("classify", place.photos, "--prompt", place.prompt, "--model", place.model, "--names-file", listing),
+            words,
+        )
+    refused(
+        run(
+            "classify",
+            place.photos,
+            "--prompt",
+            place.prompt,
+            "--model",
+            place.model,
+            "--names-file",
+            tmp_path / "none",
+        ),
+        "none",
+    )
 
 
 NAMES = [
@@ -237,14 +309,24 @@ NAMES = [
 def test_wrong_names_are_refused(
     run: Run, place: Place, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    refused(run("adapt", "--prompt", place.prompt, "--out", tmp_path / "c", *arguments), words)
+    refused(run("adapt", "--prompt", place.prompt, "--model", place.model, "--out", tmp_path / "c", *arguments), words)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_names_file_may_begin_with_a_byte_order_mark(run: Run, place: Place, tmp_path: Path) -> None:
     for text in ("cat\ndog", '["cat", "dog"]'):
         (tmp_path / "names").write_text(text, encoding="utf-8-sig")
-        answer = run("classify", place.photos, "--prompt", place.prompt, "--names-file", tmp_path / "names", "--json")
+        answer = run(
+            "classify",
+            place.photos,
+            "--prompt",
+            place.prompt,
+            "--model",
+            place.model,
+            "--names-file",
+            tmp_path / "names",
+            "--json",
+        )
         assert set(json.loads(answer.out.splitlines()[0])["names"]) == {"cat", "dog"}
 
 
@@ -253,14 +335,26 @@ def test_a_cache_that_cannot_be_written_does_not_stop_classify(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "file"))
-    answer = run("classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog", "--json")
+    answer = run(
+        "classify", place.photos, "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog", "--json"
+    )
     assert answer.code == 0
     assert len(answer.out.splitlines()) == 9
     assert "note: the classifier is not kept" in answer.err
 
 
 def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) -> None:
-    arguments = ["classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog,CAT", "--json"]
+    arguments = [
+        "classify",
+        place.photos,
+        "--prompt",
+        place.prompt,
+        "--model",
+        place.model,
+        "--names",
+        "cat,dog,CAT",
+        "--json",
+    ]
     run(*arguments)
     again = run(*arguments)
     assert "adapted before" in again.err
@@ -268,7 +362,9 @@ def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) ->
 
 
 def test_equal_names_are_allowed_and_said(run: Run, place: Place, tmp_path: Path) -> None:
-    answer = run("adapt", "--prompt", place.prompt, "--names", "cat,dog,CAT", "--out", tmp_path / "c")
+    answer = run(
+        "adapt", "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog,CAT", "--out", tmp_path / "c"
+    )
     assert answer.code == 0
     assert "note: equal class names: cat" in answer.err
 
@@ -301,7 +397,7 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
     Image.new("1", (10_000, 10_000)).save(huge)
 
     def predict(*pictures: Path, **_: object) -> Answer:
-        return run("predict", *pictures, "--classifier", place.classifier, "--json")
+        return run("predict", *pictures, "--classifier", place.classifier, "--model", place.model, "--json")
 
     for bad, words in ((cut, "cut short"), (text, "not an image"), (huge, "100 megapixels")):
         answer = predict(bad)
@@ -314,19 +410,42 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
     assert answer.code == 0
     assert [json.loads(line)["path"] for line in answer.out.splitlines()] == [str(good)]
     assert "2 of 3 pictures were left out" in answer.err
-    raised = run("predict", huge, "--classifier", place.classifier, "--json", "--max-megapixels", "101")
+    raised = run(
+        "predict", huge, "--classifier", place.classifier, "--model", place.model, "--json", "--max-megapixels", "101"
+    )
     assert raised.code == 0, raised.err
     refused(predict(tmp_path / "none.jpg"), "none.jpg does not exist")
     refused(predict(tmp_path / "*.gif"), "no file matches")
     (tmp_path / "empty").mkdir()
     refused(predict(tmp_path / "empty"), "has no picture")
-    missing = run("predict", "-", "--classifier", place.classifier, "--json", stdin=f"{tmp_path}/none.jpg\n{good}\n")
+    missing = run(
+        "predict",
+        "-",
+        "--classifier",
+        place.classifier,
+        "--model",
+        place.model,
+        "--json",
+        stdin=f"{tmp_path}/none.jpg\n{good}\n",
+    )
     assert missing.code == 0
     assert "no such file" in missing.err
-    gone = run("predict", "-", "--classifier", place.classifier, "--json", stdin=f"{tmp_path}/gone[1].jpg\n{good}\n")
+    gone = run(
+        "predict",
+        "-",
+        "--classifier",
+        place.classifier,
+        "--model",
+        place.model,
+        "--json",
+        stdin=f"{tmp_path}/gone[1].jpg\n{good}\n",
+    )
     assert gone.code == 0
     assert "gone[1].jpg" in gone.err
-    refused(run("predict", "-", "--classifier", place.classifier, "--json", stdin="\n"), "no picture was named")
+    refused(
+        run("predict", "-", "--classifier", place.classifier, "--model", place.model, "--json", stdin="\n"),
+        "no picture was named",
+    )
 
 
 def test_wrong_files_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
@@ -341,7 +460,9 @@ def test_wrong_files_are_refused(run: Run, place: Place, tmp_path: Path) -> None
     refused(run(*adapt, place.prompt, "--model", other), str(place.model), str(other))
     refused(run("predict", place.photos, "--classifier", place.prompt), "holds a prompt, not a classifier")
     refused(
-        run("predict", place.photos, "--classifier", place.classifier, "--model", other), str(place.model), str(other)
+        run("predict", place.photos, "--classifier", place.classifier, "--model", place.model, "--model", other),
+        str(place.model),
+        str(other),
     )
     refused(run("inspect", cut), "cut short")
     checkpoint = tmp_path / "some.checkpoint"
@@ -354,9 +475,39 @@ def test_an_output_that_cannot_be_written_is_refused(run: Run, place: Place, tmp
     (tmp_path / "file").write_text("kept")
     for out in (tmp_path / "file" / "p", tmp_path):
         refused(run("learn", place.photos, "--out", out, "--model", place.model), "cannot write")
-        refused(run("adapt", "--prompt", place.prompt, "--names", "cat,dog", "--out", out), "cannot write")
+        refused(
+            run("adapt", "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog", "--out", out),
+            "cannot write",
+        )
     assert (tmp_path / "file").read_text() == "kept"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_does_not_make_a_command_load_a_folder(run: Run, place: Place, tmp_path: Path) -> None:
+    predict = run("predict", place.photos / "kite", "--classifier", place.classifier)
+    refused(predict, f"the classifier {place.classifier} was made with {place.model}", f"give --model {place.model}")
+    adapt = ["adapt", "--prompt", place.prompt, "--names", "cat,dog", "--out", tmp_path / "c"]
+    refused(run(*adapt), f"the prompt {place.prompt} was made with {place.model}")
+    refused(run(*adapt, "--pretrained", "random"), "--pretrained needs --model")
+    refused(run("classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog"), f"--model {place.model}")
+
+
+def test_commands_work_without_a_home_folder(
+    run: Run, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SELFTPT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    answer = run(
+        "classify", place.photos / "kite", "--names", "cat,dog", "--prompt", place.prompt, "--model", place.model
+    )
+    assert answer.code == 0, answer.err
+    assert answer.err.count("there is no home folder") == 1
+    assert (tmp_path / f"selftpt-{os.getuid()}" / "classifiers").is_dir()
 
 
 def test_wrong_models_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
@@ -382,9 +533,9 @@ def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     refused(run(*learn, "--seed", "1000000000000000"), "seed")
     refused(run(*learn, "--views", "end,back"), "'back'")
     refused(run(*learn, "--no-such-option"), "--no-such-option")
-    refused(run("predict", "--classifier", place.classifier), "pictures")
+    refused(run("predict", "--classifier", place.classifier, "--model", place.model), "pictures")
     refused(
-        run("predict", place.photos, "--classifier", place.classifier, "--views", "0"),
+        run("predict", place.photos, "--classifier", place.classifier, "--model", place.model, "--views", "0"),
         "views must be an integer above 0",
     )
 
@@ -404,7 +555,7 @@ def test_a_full_disk_leaves_nothing_half_written(place: Place, tmp_path: Path) -
 
     out = tmp_path / "c.st"
     out.write_text("as it was")
-    command = ["adapt", "--prompt", place.prompt, "--names", "cat,dog", "--out", out]
+    command = ["adapt", "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog", "--out", out]
     process = start(*command, preexec_fn=limit, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
     _, err = process.communicate()
     assert process.returncode == 2
@@ -426,7 +577,7 @@ def test_standard_output_on_a_full_disk_is_one_line(place: Place) -> None:
 def test_file_names_need_not_be_text(place: Place, tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
     Path(os.fsdecode(odd)).write_bytes((place.photos / "kite" / "0.png").read_bytes())
-    command = ["predict", "-", "--classifier", place.classifier, "--format", "csv"]
+    command = ["predict", "-", "--classifier", place.classifier, "--model", place.model, "--format", "csv"]
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}
     process = start(*command, text=False, stdin=subprocess.PIPE, env=environment)
     out, err = process.communicate(odd + b"\n")
@@ -453,7 +604,17 @@ def test_ctrl_c_leaves_nothing_half_written(place: Place, tmp_path: Path) -> Non
 
 
 def test_a_reader_that_has_had_enough_hears_no_complaint(place: Place) -> None:
-    process = start("predict", *[place.photos] * 30, "--classifier", place.classifier, "--json", "--batch", "1")
+    process = start(
+        "predict",
+        *[place.photos] * 30,
+        "--classifier",
+        place.classifier,
+        "--model",
+        place.model,
+        "--json",
+        "--batch",
+        "1",
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

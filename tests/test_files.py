@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import (
     FORMAT,
     cache_folder,
@@ -342,3 +342,42 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SELFTPT_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == tmp_path / "home" / ".cache" / "selftpt"
+
+
+def test_without_a_home_the_cache_is_a_private_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SELFTPT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    expected = tmp_path / f"selftpt-{os.getuid()}"
+    for _ in range(2):
+        with pytest.warns(SelfTPTWarning, match="no home folder"):
+            assert cache_folder() == expected
+    assert expected.stat().st_mode & 0o777 == 0o700
+    expected.chmod(0o770)
+    with pytest.raises(SelfTPTError, match="not a private folder of this user: set SELFTPT_CACHE"):
+        cache_folder()
+    expected.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    expected.rename(tmp_path / "selftpt-12345")  # it belongs to another user
+    with pytest.raises(SelfTPTError, match="not a private folder of this user"):
+        cache_folder()
+
+
+def test_a_link_is_no_private_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("SELFTPT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "target").mkdir(mode=0o700)
+    (tmp_path / f"selftpt-{os.getuid()}").symlink_to(tmp_path / "target")
+    with pytest.raises(SelfTPTError, match="not a private folder"):
+        cache_folder()

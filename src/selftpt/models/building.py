@@ -52,7 +52,7 @@ class SeededRandomOps(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,17 +71,17 @@ def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any
         config: `model_cfg` of open_clip, which is not changed.
         preprocess: The parts of `preprocess_cfg` that differ from open_clip's default.
     """
-    config = deepcopy(dict(config))
-    if "timm_model_name" in config["vision_cfg"]:
-        config["vision_cfg"]["timm_model_pretrained"] = False
-    hf_text = "hf_model_name" in config["text_cfg"]
+    parts = deepcopy(dict(config))
+    if "timm_model_name" in parts["vision_cfg"]:
+        parts["vision_cfg"]["timm_model_pretrained"] = False
+    hf_text = "hf_model_name" in parts["text_cfg"]
     if hf_text:
-        config["text_cfg"]["hf_model_pretrained"] = False
+        parts["text_cfg"]["hf_model_pretrained"] = False
     kind: Any = open_clip.CLIP
-    if config.pop("custom_text", False) or hf_text:
-        kind = open_clip.CoCa if "multimodal_cfg" in config else open_clip.CustomTextCLIP
+    if parts.pop("custom_text", False) or hf_text:
+        kind = open_clip.CoCa if "multimodal_cfg" in parts else open_clip.CustomTextCLIP
     with _BUILDING, torch.device("cpu"), SeededRandomOps(0):
-        model = kind(**config)
+        model = kind(**parts)
     preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), dict(preprocess))
     open_clip.set_model_preprocess_cfg(model, {**preprocess, "size": model.visual.image_size})
     return model

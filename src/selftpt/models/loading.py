@@ -180,7 +180,7 @@ def _find(name: str, pretrained: str | None) -> _Source:
         source = _Source(repository=name.removeprefix(HUB))
     else:
         folder = Path(name.removeprefix(FOLDER))
-        if not name or not folder.is_dir():
+        if not name or not os.path.isdir(folder):  # also of a name that no path can have
             near = difflib.get_close_matches(known, list_models(), n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}? " if near else ""
             raise SelfTPTError(f"no model is called {name!r}: {hint}`selftpt models` lists them")
