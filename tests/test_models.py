@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import logging
+import urllib.error
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import open_clip
 import pytest
 import torch
+from huggingface_hub import errors as hub
+from open_clip.transformer import QuickGELU
 from safetensors.torch import load_file, save_file
 
 from selftpt import SelfTPTError, SelfTPTWarning, list_models, load_model
-from selftpt.models import ModelId
+from selftpt.models import ModelId, load_recorded_model, loading
 from tests.folders import make_model
 
 
@@ -56,18 +62,16 @@ def test_a_file_is_preprocessed_as_the_published_weights_are(
     """open_clip knows the preprocessing of weights by their name only."""
     asked = {}
 
-    def create(*_: object, **options: object) -> None:
-        asked.update(options)
+    def build(_: object, preprocess: dict[str, Any]) -> None:
+        asked.update(preprocess)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(open_clip, "create_model", create)
+    monkeypatch.setattr(loading, "build_model", build)
     (tmp_path / "w.safetensors").write_text("")
-    with pytest.raises(SelfTPTError, match="does not hold weights"):
+    with pytest.raises(SelfTPTError, match="enough"):
         load_model(name, str(tmp_path / "w.safetensors"), device="cpu")
-    preprocess = asked["force_preprocess_cfg"]
-    assert isinstance(preprocess, dict)
-    assert tuple(preprocess["mean"]) == (mean,) * 3
-    assert preprocess.get("resize_mode", "shortest") == mode
+    assert tuple(asked["mean"]) == (mean,) * 3
+    assert asked.get("resize_mode", "shortest") == mode
 
 
 def test_a_file_for_a_name_with_a_quickgelu_twin_is_told_of(tmp_path: Path) -> None:
@@ -86,30 +90,241 @@ def test_random_weights_are_the_same_every_time_and_leave_the_stream_alone() -> 
     assert first.id.meaningless
 
 
-def test_openai_weights_get_quickgelu_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the weights: what is asked of open_clip."""
+@pytest.mark.parametrize(
+    ("name", "tag", "quick"),
+    [("ViT-B/32", "openai", True), ("ViT-B-32-quickgelu", "openai", True), ("ViT-B-32", "laion2b_e16", False)],
+)
+def test_published_weights_are_downloaded_and_get_the_activation_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tag: str, quick: bool
+) -> None:
+    """The digest equals that of open_clip's own model; a file or folder of the same name changes nothing."""
+    known = name.replace("/", "-")
+    source = open_clip.create_model(known, force_quick_gelu=quick)
+    save_file({k: v.contiguous() for k, v in source.state_dict().items()}, tmp_path / "w.safetensors")
     asked = []
 
-    def create(name: str, pretrained: str | None, **options: object) -> None:
-        asked.append((name, pretrained, options["force_quick_gelu"]))
-        raise RuntimeError("offline")
+    def download(cfg: dict[str, Any], **_: object) -> str:
+        asked.append(cfg)
+        return str(tmp_path / "w.safetensors")
 
-    monkeypatch.setattr(open_clip, "create_model", create)
-    for name, weights in (("ViT-B/16", "openai"), ("ViT-B-16-quickgelu", "openai"), ("ViT-B-16", "laion400m_e32")):
-        with pytest.raises(SelfTPTError, match="could not be downloaded: check the connection"):
-            load_model(name, weights, device="cpu")
-    assert asked == [
-        ("ViT-B-16", "openai", True),
-        ("ViT-B-16-quickgelu", "openai", True),
-        ("ViT-B-16", "laion400m_e32", False),
-    ]
+    monkeypatch.setattr(open_clip, "download_pretrained", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / tag).write_text("no weights")
+    make_model(tmp_path / name)
+    model = load_model(name, tag, device="cpu")
+    assert asked == [open_clip.get_pretrained_cfg(known, tag)]
+    assert (model.id.name, model.id.pretrained) == (name, tag)
+    found = model.text.clip
+    assert torch.equal(found.token_embedding.weight, source.token_embedding.weight)
+    activations = [type(m) for m in found.modules() if "GELU" in type(m).__name__]
+    assert activations
+    assert all((kind is QuickGELU) == quick for kind in activations)
 
 
-def test_loading_leaves_logging_as_it_was(tmp_path: Path) -> None:
-    handlers, level = logging.root.handlers[:], logging.root.manager.disable
-    load_model(str(make_model(tmp_path / "a")), device="cpu")
-    assert logging.root.handlers == handlers
-    assert logging.root.manager.disable == level
+def test_a_repository_of_the_hub_is_the_folder_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "a")
+    asked = []
+
+    def download(repository: str, filename: str | None = None) -> str:
+        asked.append((repository, filename))
+        return str(folder / (filename or "open_clip_model.safetensors"))
+
+    monkeypatch.setattr(loading, "download_pretrained_from_hf", download)
+    model = load_model("hf-hub:org/repo", device="cpu")
+    assert asked == [("org/repo", "open_clip_config.json"), ("org/repo", None)]
+    assert model.id == ModelId("hf-hub:org/repo", None, load_model(str(folder), device="cpu").id.digest)
+    with pytest.raises(SelfTPTError, match="has weights of its own: leave the weights 'openai' out"):
+        load_model("hf-hub:org/repo", "openai", device="cpu")
+
+
+@pytest.mark.parametrize("change", ["plain", "wrapped", "resized", "safetensors"])
+def test_a_checkpoint_gives_the_weights_that_open_clip_loads(tmp_path: Path, change: str) -> None:
+    state = open_clip.create_model("ViT-S-32-alt").state_dict()
+    file = tmp_path / ("w.safetensors" if change == "safetensors" else "w.pt")
+    if change == "resized":
+        state["visual.positional_embedding"] = torch.randn(101, state["visual.positional_embedding"].shape[1])
+        state["positional_embedding"] = torch.randn(40, state["positional_embedding"].shape[1])
+    if change == "safetensors":
+        save_file({k: v.contiguous() for k, v in state.items()}, file)
+    else:
+        wrapped = {"state_dict": {f"module.{k}": v for k, v in state.items()}, "epoch": 3}
+        torch.save(wrapped if change == "wrapped" else state, file)
+    expected = open_clip.create_model("ViT-S-32-alt", str(file)).state_dict()
+    found = load_model("ViT-S-32-alt", str(file), device="cpu").text.clip.state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_weights_of_a_text_tower_of_clip_fit_a_custom_text_tower(tmp_path: Path) -> None:
+    """With a bias that the checkpoint lacks, as open_clip fills it in."""
+    folder = make_model(tmp_path / "a", custom_text=True, init_logit_bias=-10.0)
+    state = load_file(folder / "open_clip_model.safetensors")
+    old = {key.removeprefix("text."): tensor for key, tensor in state.items() if key != "logit_bias"}
+    old["logit_scale"] = old["logit_scale"].reshape(1)
+    save_file(old, folder / "open_clip_model.safetensors")
+    expected = open_clip.create_model(f"local-dir:{folder}").state_dict()
+    found = load_model(str(folder), device="cpu").text.clip.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert found["logit_bias"] == 0
+
+
+class _Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("executed"),))
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": _Payload()}, "w.pt")
+    with pytest.raises(SelfTPTError, match=r"w\.pt cannot be read.*only tensors are loaded; save its state dict alone"):
+        load_model("ViT-S-32-alt", "w.pt", device="cpu")
+    assert not Path("executed").exists()
+    torch.jit.script(torch.nn.Linear(2, 2)).save("w.pt")
+    with pytest.raises(SelfTPTError, match=r"TorchScript archive; save its state dict"):
+        load_model("ViT-S-32-alt", "w.pt", device="cpu")
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("kept", [0, 100, 20_000])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, suffix: str, kept: int) -> None:
+    folder, file = make_model(tmp_path / "a"), tmp_path / f"w.{suffix}"
+    state = load_file(folder / "open_clip_model.safetensors")
+    torch.save(state, file) if suffix == "pt" else save_file(state, file)
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(
+        SelfTPTError, match=f"{file} cannot be read.*damaged or no checkpoint; fetch it again"
+    ) as caught:
+        load_model("ViT-S-32-alt", str(file), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s | {"text_projection": s["text_projection"][:5]}, r"text_projection has the shape \[5, 16\]"),
+        (lambda s: {k: v for k, v in s.items() if k != "ln_final.bias"}, "it has no tensor ln_final.bias"),
+        (lambda s: s | {"more": torch.zeros(1)}, "the model has no tensor more"),
+    ],
+)
+def test_weights_of_another_architecture_are_told_by_the_first_tensor(
+    tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    folder = make_model(tmp_path / "a")
+    file = folder / "open_clip_model.safetensors"
+    save_file({k: v.contiguous() for k, v in change(load_file(file)).items()}, file)
+    with pytest.raises(SelfTPTError, match=f"{file} does not hold weights of {folder}: {message}") as caught:
+        load_model(str(folder), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def _raised_from(outer: Exception, inner: Exception) -> Exception:
+    outer.__context__ = inner
+    return outer
+
+
+RESPONSE = SimpleNamespace(headers={}, status_code=404, request=None, text="")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "not enough memory to load hf-hub:org/repo"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "not enough memory"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "not enough memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory"),
+        (ImportError("No module named 'sentencepiece'"), r"pip install 'selftpt\[hf\]'"),
+        (RuntimeError("Please `pip install transformers` to use"), r"pip install 'selftpt\[hf\]'"),
+        (hub.GatedRepoError("gated", response=RESPONSE), "accept them on the hub"),  # type: ignore[arg-type]
+        (hub.RepositoryNotFoundError("404", response=RESPONSE), "the hub has no repository for hf-hub:org/repo"),  # type: ignore[arg-type]
+        (hub.RemoteEntryNotFoundError("404", response=RESPONSE), "not a model of open_clip"),  # type: ignore[arg-type]
+        (hub.LocalEntryNotFoundError("offline"), "could not be downloaded: check the connection"),
+        (hub.OfflineModeIsEnabled("offline"), "could not be downloaded: check the connection"),
+        (ConnectionResetError("reset"), "could not be downloaded: check the connection"),
+        (urllib.error.URLError("no route"), "could not be downloaded: check the connection"),
+        (RuntimeError("something else"), "hf-hub:org/repo cannot be loaded: (wrapped|something else)"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_cause_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, wrapped: bool
+) -> None:
+    """Also through the errors that open_clip wraps around others."""
+
+    def download(*_: object, **__: object) -> str:
+        raise _raised_from(FileNotFoundError("wrapped"), error) if wrapped else error
+
+    monkeypatch.setattr(loading, "download_pretrained_from_hf", download)
+    with pytest.raises(SelfTPTError, match=message) as caught:
+        load_model("hf-hub:org/repo", device="cpu")
+    assert "\n" not in str(caught.value)
+    if "connection" not in message:
+        assert "connection" not in str(caught.value)
+
+
+def test_memory_that_does_not_suffice_to_build_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(loading, "build_model", build)
+    for arguments in ((), ("ViT-B-32", "random")):
+        with pytest.raises(SelfTPTError, match="not enough memory"):
+            load_model(*arguments, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        ("hf-hub:org/repo", None),
+        ("/some/folder", None),
+        ("local-dir:/some/folder", None),
+        ("ViT-B-16", "/some/file.pt"),
+        ("ViT-B-16", None),
+        ("ViT-B-16", "random"),
+        ("selftpt-tiny", "random"),
+        ("a\x1b[31m\n", None),
+    ],
+)
+def test_a_recorded_model_that_is_not_published_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, id: tuple[str, str | None]
+) -> None:
+    monkeypatch.setattr(loading, "load_model", None)
+    with pytest.raises(
+        SelfTPTError, match=r"the prompt p\.st was made with .* only when you name it.*give --model"
+    ) as caught:
+        load_recorded_model(ModelId(*id, "0" * 32), "the prompt p.st")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("id", [("selftpt-tiny", None), ("ViT-B-16", "openai"), ("ViT-B/16", "laion400m-e32")])
+def test_the_embedded_model_and_published_ones_are_loaded_for_a_file(
+    monkeypatch: pytest.MonkeyPatch, id: tuple[str, str | None]
+) -> None:
+    asked = []
+    monkeypatch.setattr(loading, "load_model", lambda *given, **options: asked.append((*given, options)))
+    load_recorded_model(ModelId(*id, "0" * 32), "the prompt", device="cpu", precision="bf16")
+    assert asked == [(*id, {"device": "cpu", "precision": "bf16"})]
+
+
+def test_a_model_with_a_text_tower_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "."]))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    transformers.BertConfig(
+        vocab_size=80, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64
+    ).save_pretrained(folder)
+    vision = {"timm_model_name": "test_vit", "timm_pool": "token", "timm_proj": None, "image_size": 160}
+    text = {"hf_model_name": str(folder), "hf_tokenizer_name": str(folder), "context_length": 32}
+    config = {"model_cfg": {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}, "preprocess_cfg": {}}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    source = open_clip.create_model(f"local-dir:{folder}", load_weights=False, pretrained_text=False).state_dict()
+    save_file({k: v.contiguous() for k, v in source.items()}, folder / "open_clip_model.safetensors")
+    model = load_model(str(folder), device="cpu")
+    found = model.text.clip.state_dict()
+    assert found.keys() == source.keys()
+    assert all(torch.equal(found[key], source[key]) for key in source)
+    assert load_model(str(folder), "random", device="cpu").id.digest != model.id.digest
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -141,11 +356,12 @@ def test_the_list_has_the_embedded_model_and_all_of_open_clip() -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "a")
     (folder / "open_clip_model.safetensors").unlink()
-    with pytest.raises(SelfTPTError, match="cannot be loaded"):
+    with pytest.raises(SelfTPTError, match="has no weights"):
         load_model(str(folder), device="cpu")
-    (folder / "open_clip_config.json").write_text("{")
-    with pytest.raises(SelfTPTError, match="cannot be loaded"):
-        load_model(str(folder), device="cpu")
+    for text in ("{", "[]", "{}", '{"model_cfg": 3}', "\x00"):
+        (folder / "open_clip_config.json").write_text(text)
+        with pytest.raises(SelfTPTError, match=r"open_clip_config\.json is no configuration"):
+            load_model(str(folder), device="cpu")
 
 
 def test_an_id_says_what_it_is() -> None:

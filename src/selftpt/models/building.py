@@ -80,7 +80,7 @@ def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any
     kind: Any = open_clip.CLIP
     if parts.pop("custom_text", False) or hf_text:
         kind = open_clip.CoCa if "multimodal_cfg" in parts else open_clip.CustomTextCLIP
-    with _BUILDING, torch.device("cpu"), SeededRandomOps(0):
+    with _BUILDING, SeededRandomOps(0):
         model = kind(**parts)
     preprocess = merge_preprocess_dict(asdict(PreprocessCfg()), dict(preprocess))
     open_clip.set_model_preprocess_cfg(model, {**preprocess, "size": model.visual.image_size})

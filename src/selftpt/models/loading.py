@@ -118,7 +118,8 @@ def load_model(
         raise SelfTPTError(f"the device {device!r} cannot be used here: choose cpu, cuda or mps") from error
     source = _find(name, pretrained)
     try:
-        with torch.inference_mode(False):  # inference tensors could not be trained with later
+        # Inference tensors could not be trained with later; a default device must not change the random weights.
+        with torch.inference_mode(False), torch.device("cpu"):
             config, preprocess = source.config()
             file = None if pretrained == RANDOM else source.weights()
             clip = build_model(config, preprocess)
