@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +344,15 @@ def test_diffusers_is_not_loaded_before_it_is_needed(
     monkeypatch.setitem(sys.modules, "diffusers", None)
     folder = make_generated(tmp_path / "made", asked, each=FEW)
     assert isinstance(Generated(FEW, folder=str(folder)).cut(model().preprocess, asked[0]), Tensor)
+
+
+def test_loading_the_diffusion_model_changes_no_global_state(diffusion: str) -> None:
+    difftpt._pipeline.cache_clear()
+    importlib.import_module("diffusers").StableDiffusionImageVariationPipeline  # noqa: B018, imports on first use
+    torch.manual_seed(3)
+    state, handlers, disabled = torch.get_rng_state(), logging.root.handlers[:], logging.root.manager.disable
+    filters, verbosity = warnings.filters[:], logging.getLogger("diffusers").level
+    difftpt._pipeline(diffusion)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (logging.root.handlers, logging.root.manager.disable) == (handlers, disabled)
+    assert (warnings.filters, logging.getLogger("diffusers").level) == (filters, verbosity)
