@@ -54,7 +54,7 @@ def test_calibration_error_by_loops(seed: int, count: int, classes: int) -> None
 
 def test_measure_and_harmonic() -> None:
     found = measure(PROBABILITIES, LABELS)
-    assert (found["top1"], found["top5"], found["pictures"], found["classes"]) == (50, 75, 4, 6)
+    assert (found["top1"], found["top5"], found["images"], found["classes"]) == (50, 75, 4, 6)
     assert harmonic(80, 60) == pytest.approx(68.5714, abs=1e-4)
     assert harmonic(0, 0) == 0
 

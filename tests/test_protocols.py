@@ -91,13 +91,13 @@ def test_base_to_new_is_what_it_says(data: Path, tmp_path: Path) -> None:
                 classifier = adapt(eyes, prompts[record["method"]], test.names, AdaptConfig(steps=steps))
             found = record["results"][part]
             assert found["top1"] == pytest.approx(slowly(test, classifier.weights)), record["method"]
-            assert (found["pictures"], found["classes"]) == (6, 2)
+            assert (found["images"], found["classes"]) == (6, 2)
         base1, new1 = (record["results"][part]["top1"] for part in ("base", "new"))
         assert record["results"]["harmonic"] == pytest.approx(2 / (1 / base1 + 1 / new1) if base1 and new1 else 0)
     assert [record["seed"] for record in records] == [None, 2, 2]
     assert records[0]["source"] is None
     assert records[1]["source"]["classes"] == 2
-    assert records[1]["source"]["pictures"] == 10
+    assert records[1]["source"]["images"] == 10
 
 
 def test_views_are_merged(data: Path, tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_how_much_of_the_data(data: Path, tmp_path: Path) -> None:
     runner = bench("cross-dataset", data, tmp_path, config=config)
     (record,) = do(runner, ["coop"], ["eurosat"], [1])
     assert record["source"]["classes"] == 3
-    assert record["source"]["pictures"] == 3 * 2  # there are three of each, and half of them is rounded to two
-    assert record["results"]["test"]["pictures"] == 5
+    assert record["source"]["images"] == 3 * 2  # there are three of each, and half of them is rounded to two
+    assert record["results"]["test"]["images"] == 5
     assert record["data"]["limit"] == 5
 
 
-RESUMED = ("seconds", "peak_memory_mb", "encoded", "date")
+RESUMED = ("seconds", "peak_memory_mb", "encoded", "date", "digest")
 
 
 def plain(records: list[Record]) -> list[Record]:
@@ -249,7 +249,7 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     told: list[ImageError] = []
     first = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
     (record,) = do(first, ["coop"], ["eurosat"], [1])
-    assert record["results"]["base"]["pictures"] == 5
+    assert record["results"]["base"]["images"] == 5
     assert record["data"]["unreadable"] == 1
     assert record["source"]["unreadable"] == 1
     assert sorted(str(error).partition(":")[0][-16:] for error in told) == ["AnnualCrop_1.jpg", "est/Forest_8.jpg"]
@@ -296,7 +296,7 @@ def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
     assert drawn[0] != drawn[1]
     runner = bench("base-to-new", data, tmp_path, config=config)
     for record, seed, wanted in zip(records, (1, 2), drawn, strict=True):
-        assert record["source"]["pictures"] == 4
+        assert record["source"]["images"] == 4
         source, _ = runner.source_of(Trial("coop", "eurosat", seed)) or (None, None)
         assert source is not None
         assert [str(path.relative_to(data / "eurosat" / "2750")) for path in source.paths] == wanted

@@ -13,17 +13,20 @@ from typing import Any
 
 import pytest
 
+from selftpt.data.datasets import DATASETS
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.evaluation import tables
 from selftpt.evaluation.runs import Record, read_records
-from selftpt.evaluation.tables import DATASETS, ORDER, Cell, Row, Table, make_table, render
+from selftpt.evaluation.tables import Cell, Row, Table, column_title, make_table, render
+from selftpt.evaluation.tables.paper import method_order
+from selftpt.evaluation.tables.render import escape_latex
 from tests.commands import Run, refused
 
 CLIP_B16 = {"name": "ViT-B-16-quickgelu", "pretrained": "openai", "digest": "0123456789abcdef"}
 TINY = {"name": "selftpt-tiny", "pretrained": None, "digest": "fedcba9876543210"}
 PAPER = json.loads(Path(tables.__file__).with_name("paper.json").read_text("utf-8"))
 SOURCE = {"dataset": "imagenet", "published": True, "shots": 16, "share": 1.0, "classes": 1000, "unreadable": 0}
-TEST_PICTURES = {"imagenet": 50000, "oxford_pets": 3669, "dtd": 1692, "eurosat": 8100, "imagenetv2": 10000}
+TEST_IMAGES = {"imagenet": 50000, "oxford_pets": 3669, "dtd": 1692, "eurosat": 8100, "imagenetv2": 10000}
 
 
 def record(method: str, dataset: str, top1: float, seed: int | None = 1, **other: Any) -> Record:
@@ -33,7 +36,7 @@ def record(method: str, dataset: str, top1: float, seed: int | None = 1, **other
         "top1": top1,
         "top5": top1 + 5,
         "ece": 100 - top1,
-        "pictures": TEST_PICTURES.get(dataset, 100),
+        "images": TEST_IMAGES.get(dataset, 100),
         "classes": 9,
     }
     plain = {
@@ -45,15 +48,19 @@ def record(method: str, dataset: str, top1: float, seed: int | None = 1, **other
         "data": {"published": True, "limit": None, "unreadable": 0},
         "source": source,
         "settings": {"adapt": {"lr": 0.1, "steps": 10}, "learn": {"seed": seed}},
-        "meaningless": False,
+        "random_init": False,
         "results": {"test": result},
     }
     return plain | other
 
 
 def base_to_new(method: str, dataset: str, base: float, new: float, **other: Any) -> Record:
-    half = {"top5": 90.0, "ece": 5.0, "pictures": TEST_PICTURES[dataset] / 2}  # halves, roughly
-    results = {"base": {"top1": base, **half}, "new": {"top1": new, **half}, "harmonic": 2 * base * new / (base + new)}
+    images = TEST_IMAGES[dataset]
+    results = {
+        "base": {"top1": base, "top5": 90.0, "ece": 5.0, "images": images // 2},
+        "new": {"top1": new, "top5": 90.0, "ece": 5.0, "images": images - images // 2},
+        "harmonic": 2 * base * new / (base + new),
+    }
     source = {**SOURCE, "dataset": dataset, "classes": {"oxford_pets": 19, "dtd": 24}[dataset]}
     return record(method, dataset, 0, **{"protocol": "base-to-new", "results": results, "source": source} | other)
 
@@ -97,7 +104,7 @@ def test_means_deviations_and_averages_over_seeds() -> None:
 def test_text() -> None:
     assert render(make_table(THREE_SEEDS, "cross-dataset")) == (
         """\
-cross-dataset: top-1 accuracy (%) on the test pictures
+cross-dataset: top-1 accuracy (%) on the test images
 
 method            seeds  Pets         DTD          Average
 clip              -      88.00        44.00        66.00
@@ -106,7 +113,7 @@ self-tpt          3      91.00*±1.00  47.00*±3.00  69.00*±1.00
 Self-TPT (paper)  -      91.83 ±0.26  49.02 ±0.29  70.42
 
 *: best of ours
-±: sample standard deviation over seeds; ours have the same crops of a picture in all seeds
+±: sample standard deviation over seeds; ours have the same crops of an image in all seeds
 (paper): Efficient Test-Time Prompt Tuning for Vision-Language Models, tab:cmp_with_sota_cross_dataset; \
 averages are over the columns shown
 """
@@ -133,9 +140,9 @@ def test_latex_escapes_and_bold() -> None:
     assert r"50\%\_\#1 \dag{} & 2 & \textbf{51.00} $\pm$1.41 & \textbf{51.00} $\pm$1.41 \\" in lines
     assert r"clip & - & 40.00 & 40.00 \\" in lines
     assert r"\begin{tabular}{lrr|r}" in lines
-    assert r"\caption{cross-dataset: top-1 accuracy (\%) on the test pictures}" in lines
+    assert r"\caption{cross-dataset: top-1 accuracy (\%) on the test images}" in lines
     assert any(line.startswith(r"\par\footnotesize \dag{} the model is selftpt-tiny") for line in lines)
-    assert tables._escaped(r"\&%$#_{}~^±†‡§¶") == (
+    assert escape_latex(r"\&%$#_{}~^±†‡§¶") == (
         r"\textbackslash{}\&\%\$\#\_\{\}\textasciitilde{}\textasciicircum{}$\pm$\dag{}\ddag{}\S{}\P{}"
     )
 
@@ -151,9 +158,9 @@ def test_csv_parses_back() -> None:
     ours, papers, other = (
         back[key] for key in (("self-tpt", "dtd"), ("Self-TPT (paper)", "oxford_pets"), ('a "b", c', "oxford_pets"))
     )
-    assert [ours[key] for key in ("of", "mean", "deviation", "seeds", "notes")] == ["ours", "47.0", "3.0", "3", ""]
-    assert [papers[key] for key in ("of", "mean", "deviation", "seeds")] == ["paper", "91.83", "0.26", ""]
-    assert [other[key] for key in ("mean", "deviation", "seeds")] == ["70.1235", "", "1"]
+    assert [ours[key] for key in ("of", "mean", "std", "seeds", "notes")] == ["ours", "47.0", "3.0", "3", ""]
+    assert [papers[key] for key in ("of", "mean", "std", "seeds")] == ["paper", "91.83", "0.26", ""]
+    assert [other[key] for key in ("mean", "std", "seeds")] == ["70.1235", "", "1"]
     assert other["notes"].endswith("; average over 1 of 2 datasets")
 
 
@@ -253,20 +260,20 @@ def test_a_setting_of_the_dataset_makes_no_rows_but_is_said() -> None:
             "the model is ViT-B-16-quickgelu laion2b_s34b_b88k, not the paper's CLIP ViT-B/16 with OpenAI's weights",
         ),
         ({"data": {"published": False}}, "the split is not the published one"),
-        ({"source": {**SOURCE, "published": False}}, "learned from pictures that are not the published 16 shots"),
-        ({"source": {**SOURCE, "shots": 8}}, "learned from pictures that are not the published 16 shots"),
-        ({"source": {**SOURCE, "share": 0.5}}, "learned from pictures that are not the published 16 shots"),
-        ({"source": {**SOURCE, "classes": 999}}, "learned from pictures that are not the published 16 shots"),
-        ({"source": {**SOURCE, "unreadable": 1}}, "learned from pictures that are not the published 16 shots"),
+        ({"source": {**SOURCE, "published": False}}, "learned from images that are not the published 16 shots"),
+        ({"source": {**SOURCE, "shots": 8}}, "learned from images that are not the published 16 shots"),
+        ({"source": {**SOURCE, "share": 0.5}}, "learned from images that are not the published 16 shots"),
+        ({"source": {**SOURCE, "classes": 999}}, "learned from images that are not the published 16 shots"),
+        ({"source": {**SOURCE, "unreadable": 1}}, "learned from images that are not the published 16 shots"),
         (
-            {"results": {"test": {"top1": 50.0, "pictures": 360}}, "data": {"published": True, "limit": 360}},
-            "not the paper's number of pictures: DTD 360 of 1692",
+            {"results": {"test": {"top1": 50.0, "images": 360}}, "data": {"published": True, "limit": 360}},
+            "not the paper's number of images: DTD 360 of 1692",
         ),
         (
             {"data": {"published": True, "unreadable": 2}},
-            "not the paper's number of pictures: DTD 1692 of 1692 (2 unreadable)",
+            "not the paper's number of images: DTD 1692 of 1692 (2 unreadable)",
         ),
-        ({"meaningless": True, "model": TINY}, "random weights: this row means nothing"),
+        ({"random_init": True, "model": TINY}, "the weights were randomly initialised: the numbers have no meaning"),
     ],
 )
 def test_marks(changes: dict[str, Any], note: str | None) -> None:
@@ -281,7 +288,7 @@ def test_marks(changes: dict[str, Any], note: str | None) -> None:
 def test_a_dataset_that_the_paper_has_not_is_marked_only_if_it_was_cut() -> None:
     assert make_table([record("coop", "mine", 50.0)], "cross-dataset").marks == {}
     cut = record("coop", "mine", 50.0, data={"published": True, "limit": 100})
-    assert list(make_table([cut], "cross-dataset").marks) == ["not the paper's number of pictures: mine 100"]
+    assert list(make_table([cut], "cross-dataset").marks) == ["not the paper's number of images: mine 100"]
 
 
 def test_many_marks_are_all_different_and_equal_notes_share_one() -> None:
@@ -295,7 +302,7 @@ def test_many_marks_are_all_different_and_equal_notes_share_one() -> None:
 
 
 def test_random_weights_are_never_the_best() -> None:
-    runs = [record("clip", "dtd", 44.0), record("coop", "dtd", 99.0, meaningless=True), record("tpt", "dtd", 43.0)]
+    runs = [record("clip", "dtd", 44.0), record("coop", "dtd", 99.0, random_init=True), record("tpt", "dtd", 43.0)]
     table = make_table(runs, "cross-dataset", paper="none")
     assert [bool(row.best) for row in table.rows] == [True, False, False]
 
@@ -325,7 +332,7 @@ def test_base_to_new_and_its_measures() -> None:
     }
     table = make_table(runs, "base-to-new")
     assert table.title == "base-to-new: top-1 accuracy (%) on new classes"
-    assert table.marks == {}  # both halves together have the paper's number of pictures
+    assert table.marks == {}  # both halves together have the paper's number of images
     assert names(table) == ["clip", "CLIP (paper)", "self-tpt", "Self-TPT (paper)"]
     assert names(make_table(runs, "base-to-new", "harmonic")) == ["clip", "self-tpt"]
 
@@ -338,8 +345,8 @@ def test_other_settings_are_told() -> None:
 
 
 def test_only_rows_of_as_many_pictures_are_compared() -> None:
-    """A part of the test pictures is not the best of them."""
-    part = {"test": {"top1": 90.0, "top5": 95.0, "ece": 1.0, "pictures": 100, "classes": 47}}
+    """A part of the test images is not the best of them."""
+    part = {"test": {"top1": 90.0, "top5": 95.0, "ece": 1.0, "images": 100, "classes": 47}}
     runs = [
         record("clip", "dtd", 44.0, None),
         record("coop", "dtd", 50.0),
@@ -361,10 +368,10 @@ def test_the_source_is_shown_and_not_averaged() -> None:
         record("clip", "imagenet", 66.0, None, protocol="domain"),
     ]
     table = make_table(runs, "domain")
-    assert [tables.column_title(column) for column in table.columns] == ["ImageNet", "V2", "Average"]
+    assert [column_title(column) for column in table.columns] == ["ImageNet", "V2", "Average"]
     assert row(table, "clip").cells["average"] == Cell(60)
     assert row(table, "CLIP (paper)").cells == {"imagenetv2": Cell(60.86), "average": Cell(60.86)}
-    assert "ImageNet is the source, and not in the average" in table.notes
+    assert "ImageNet, the source of the protocol, is not in the average" in table.notes
 
 
 def test_columns_are_in_the_papers_order_and_its_own_average_stands_if_all_are_there() -> None:
@@ -402,9 +409,11 @@ def test_only_some_methods() -> None:
 
 
 def test_wrong_questions_are_refused() -> None:
-    with pytest.raises(SelfTPTError, match="no protocol is called 'few-shot': choose of base-to-new, cross-dataset"):
+    with pytest.raises(
+        SelfTPTError, match="no protocol is called 'few-shot': choose one of base-to-new, cross-dataset"
+    ):
         make_table(THREE_SEEDS, "few-shot")
-    with pytest.raises(SelfTPTError, match="cross-dataset has no measure 'new': choose of test, top5, ece"):
+    with pytest.raises(SelfTPTError, match="cross-dataset has no measure 'new': choose one of test, top5, ece"):
         make_table(THREE_SEEDS, "cross-dataset", "new")
     with pytest.raises(SelfTPTError, match="no run of domain"):
         make_table(THREE_SEEDS, "domain")
@@ -429,8 +438,8 @@ def test_a_last_line_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
         ('{"protocol": "cross-da', "Invalid control character|Unterminated string"),
         ("[1, 2]", "not an object"),
         ("{}", "no protocol"),
-        (json.dumps(THREE_SEEDS[0] | {"results": None}), "no results"),
-        (json.dumps(THREE_SEEDS[0] | {"model": {"name": "x"}}), "no name or digest of the model"),
+        (json.dumps(THREE_SEEDS[0] | {"results": None}), "results is not an object"),
+        (json.dumps(THREE_SEEDS[0] | {"model": {"name": "x"}}), "no model.digest"),
         (json.dumps(THREE_SEEDS[0] | {"protocol": "few-shot"}), "unknown protocol 'few-shot'"),
         (json.dumps(record("clip", "dtd", float("nan"))), "NaN is not a number"),
     ],
@@ -462,11 +471,11 @@ def test_the_papers_tables_have_a_value_for_each_column() -> None:
         assert {"title", "protocol", "model"} <= table.keys()
         for line in table["rows"]:
             assert len(line["values"]) == len(table["columns"])
-            assert len(line.get("deviations", table["columns"])) == len(table["columns"])
+            assert len(line.get("std", table["columns"])) == len(table["columns"])
             assert line.keys() >= {"printed"}
         if table["columns"][-1] == "average":
             assert set(table["columns"][:-1]) <= DATASETS.keys()
-            assert {line["method"] for line in table["rows"]} <= set(ORDER)
+            assert {line["method"] for line in table["rows"]} <= set(method_order())
     statistics_of = next(table for table in PAPER["tables"] if table["label"] == "tab:dataset_stat")
     assert [line["dataset"] for line in statistics_of["rows"]] == list(DATASETS)
 
@@ -487,7 +496,7 @@ def test_command_shows_a_table_for_each_protocol(tmp_path: Path, run: Run) -> No
     answer = run("table", tmp_path)
     assert answer.code == 0
     assert answer.out.splitlines()[0] == "base-to-new: top-1 accuracy (%) on new classes"
-    assert "\n\ncross-dataset: top-1 accuracy (%) on the test pictures\n" in answer.out
+    assert "\n\ncross-dataset: top-1 accuracy (%) on the test images\n" in answer.out
     only = run("table", tmp_path, "--protocol", "cross-dataset", "--paper", "none")
     assert only.out == render(make_table(THREE_SEEDS, "cross-dataset", paper="none"))
     harmonic = run("table", tmp_path, "--measure", "harmonic")  # which one protocol has

@@ -14,9 +14,11 @@ from selftpt.config import BenchConfig
 from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from selftpt.data.decoding import ImageError
     from selftpt.evaluation.bench import Bench, Run
-    from selftpt.evaluation.runs import Record
+    from selftpt.evaluation.records import Record
 
 
 PROTOCOL_HELP = "which data is the source and which is the target: base-to-new, cross-dataset or domain"
@@ -41,7 +43,9 @@ def command(
         str | None, typer.Option(help="another dataset to learn from than ImageNet, in cross-dataset and domain")
     ] = None,
     set: Changes = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on in a folder that has records")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on in a folder that has records, also beside other processes")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would run, and how long it took")] = False,
     as_json: Json = False,
 ) -> None:
@@ -71,20 +75,25 @@ def command(
     if dry_run:
         tell_plan(bench, plan, left, as_json)
         return
-    failed = 0
-    for number, run in enumerate(left, 1):
-        try:
-            record = bench.do(run)
-        except SelfTPTError as error:
+    added = failed = 0
+
+    def report_wait(claimed: Sequence[Run]) -> None:
+        print(f"note: waiting for {len(claimed)} runs that other processes do now", file=sys.stderr)
+
+    for number, (run, result) in enumerate(bench.do_all(left, report_wait), 1):
+        if isinstance(result, SelfTPTError):
             failed += 1
-            print(f"note: {run.method} on {run.dataset} failed: {error}", file=sys.stderr)
-            continue
-        print(json.dumps(record) if as_json else f"{number}/{len(left)}  {told(record)}", flush=True)
+            print(f"note: {run.method} on {run.dataset} failed: {result}", file=sys.stderr)
+        elif result is not None:
+            added += 1
+            print(json.dumps(result) if as_json else f"{number}/{len(left)}  {summary_line(result)}", flush=True)
     if not as_json:
+        others = len(left) - added - failed
+        by_others = f", {others} by other processes" if others else ""
         there = len(plan) - len(left)
-        print(f"{len(left) - failed} runs added to {runs.file}, {there} were there; `selftpt table {out}` shows them")
+        print(f"{added} runs added to {runs.file}{by_others}, {there} were there; `selftpt table {out}` shows them")
     if failed:
-        raise SelfTPTError(f"{failed} of {len(left)} runs failed: mend what the notes say, and go on with --resume")
+        raise SelfTPTError(f"{failed} of {len(left)} runs failed: fix what the notes say, and go on with --resume")
 
 
 def listed(text: str) -> list[str]:
@@ -156,13 +165,13 @@ def tell_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> 
     print(f"{len(left)} runs to do, {len(plan) - len(left)} done{total}")
 
 
-def told(record: Record) -> str:
-    """A record in a line."""
+def summary_line(record: Record) -> str:
+    """A record in one line."""
     seed = "" if record["seed"] is None else f"seed {record['seed']}"
     results = record["results"]
     shown = [f"{part} {value['top1']:.1f}" for part, value in results.items() if isinstance(value, dict)]
     if "harmonic" in results:
         shown.append(f"harmonic mean {results['harmonic']:.1f}")
-    mark = "  random weights: means nothing" if record["meaningless"] else ""
+    mark = "  randomly initialised weights" if record["random_init"] else ""
     seconds = sum(record["seconds"].values())
     return f"{record['method']:12} {record['dataset']:16} {seed:7} {', '.join(shown)} %  ({seconds:.0f} s){mark}"

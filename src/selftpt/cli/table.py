@@ -36,17 +36,19 @@ def command(
     format: Annotated[Format, typer.Option(help="how tables are written")] = Format.text,
     out: Annotated[Path | None, typer.Option(help="a file to write instead of standard output")] = None,
 ) -> None:
-    """Show recorded runs as tables, one a protocol, beside the paper's numbers."""
+    """Show recorded runs as tables, one per protocol, beside the paper's numbers."""
+    from selftpt.evaluation.protocols import PROTOCOLS
     from selftpt.evaluation.runs import read_records
-    from selftpt.evaluation.tables import MEASURES, make_table, render
+    from selftpt.evaluation.tables import make_table, render
     from selftpt.files import write_whole
 
     records = read_records(runs)
     methods = [name.strip() for name in (compare or "").split(",") if name.strip()]
-    run = {record["protocol"] for record in records if not methods or record["method"] in methods}
-    found = [name for name in MEASURES if name in run] or [*MEASURES]
-    wanted = [protocol] if protocol else [name for name in found if measure is None or measure in MEASURES[name]]
-    texts = [render(make_table(records, name, measure, paper.value, methods), format.value) for name in wanted or found]
+    recorded = {record["protocol"] for record in records if not methods or record["method"] in methods}
+    found = [name for name in PROTOCOLS if name in recorded] or [*PROTOCOLS]
+    with_measure = [name for name in found if measure is None or measure in PROTOCOLS[name].measures]
+    wanted = [protocol] if protocol else with_measure or found
+    texts = [render(make_table(records, name, measure, paper.value, methods), format.value) for name in wanted]
     if format is Format.csv:  # one header for all
         texts[1:] = [text.partition("\n")[2] for text in texts[1:]]
     answer = ("" if format is Format.csv else "\n").join(texts)

@@ -25,12 +25,14 @@ from selftpt.errors import SelfTPTError
 from selftpt.evaluation.measures import harmonic, measure
 from selftpt.evaluation.memory import forget_peak, peak_megabytes
 from selftpt.evaluation.protocols import chosen_protocol
-from selftpt.evaluation.runs import Record, Runs
+from selftpt.evaluation.records import Record
+from selftpt.evaluation.runs import Runs
 from selftpt.files import digest
 from selftpt.methods import METHODS, Eyes, Fitted, Job, Predictor
 from selftpt.models import Model
 from selftpt.version import __version__
 
+POLL_SECONDS = 1.0  # between looks at runs that other processes have claimed
 VERSIONS = ("selftpt", "torch", "torchvision", "open_clip_torch", "timm", "pillow")
 
 
@@ -121,7 +123,7 @@ class Bench:
             "model": dataclasses.asdict(self.model.id),
             "precision": self.model.precision,
             "device": str(self.model.device),
-            "meaningless": self.model.id.meaningless,
+            "random_init": self.model.id.meaningless,
             "template": data.template if self.protocol.uses_dataset_template else ContrastConfig.template,
             "source": source and source[1],
             "settings": dataclasses.asdict(self.settings(run)),
@@ -145,8 +147,49 @@ class Bench:
         own = None if dataset in DATASETS else str(root.resolve())  # the paper's are the same wherever they lie
         return own, source.names, [os.path.relpath(path, root) for path in source.paths], source.labels
 
+    def do_all(
+        self, runs: Sequence[Run], on_wait: Callable[[Sequence[Run]], None] = lambda _runs: None
+    ) -> Iterator[tuple[Run, Record | SelfTPTError | None]]:
+        """Do runs that other processes may be doing as well, each once.
+
+        Runs that another process has claimed come last: this one waits for them, and does those whose owner ended
+        without a record.
+
+        Args:
+            runs: What there is to do.
+            on_wait: Called once with the runs that are waited for, if nothing else is left.
+
+        Yields:
+            Each run with its record, with the error that it failed with, or with None if another process recorded it.
+        """
+        left, waiting = [(run, self.key(run)) for run in runs], False
+        while left:
+            claimed = []
+            for run, key in left:
+                result: Record | SelfTPTError | None = None
+                with self.runs.claim(key) as mine:
+                    if mine:
+                        try:
+                            result = self.do(run)
+                        except SelfTPTError as error:
+                            result = error
+                if result is None and key not in self.runs.done():
+                    claimed.append((run, key))
+                else:
+                    yield run, result
+            if len(claimed) == len(left):
+                if not waiting:
+                    on_wait([run for run, _ in claimed])
+                    waiting = True
+                time.sleep(POLL_SECONDS)
+            left = claimed
+
     def do(self, run: Run) -> Record:
-        """Learn, adapt, predict, measure: the record, which is added to the runs."""
+        """Learn, adapt, predict, measure.
+
+        Returns:
+            The record, which is added to the runs; the one that is there if another process was faster.
+        """
         facts, settings, data = self.facts(run), self.settings(run), self.dataset(run.dataset)
         forget_peak(self.model.device)
         encoded, clock = self.model.encoded, Clock()
@@ -219,7 +262,7 @@ class Bench:
             "shots": config.shots,
             "share": config.share,
             "classes": len(source.names),
-            "pictures": len(source.paths),
+            "images": len(source.paths),
         }
         return source, facts
 

@@ -1,4 +1,4 @@
-"""How good predictions are, in per cent."""
+"""How good predictions are, in percent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def top(probabilities: Tensor, labels: Tensor, count: int) -> float:
-    """Of the pictures, how many have their label [N] among the `count` best of their probabilities [N, C]."""
+    """Top-k accuracy.
+
+    Args:
+        probabilities: [N, C].
+        labels: [N].
+        count: k, the number of most probable classes among which the label counts as right.
+    """
     best = probabilities.topk(min(count, probabilities.shape[1])).indices
     return 100 * (best == labels[:, None]).any(1).float().mean().item()
 
@@ -15,7 +21,10 @@ def top(probabilities: Tensor, labels: Tensor, count: int) -> float:
 def calibration_error(probabilities: Tensor, labels: Tensor, bins: int = 15) -> float:
     """Expected calibration error: how far confidence is from accuracy, over bins of equal width of confidence.
 
-    probabilities: [N, C]; labels: [N].
+    Args:
+        probabilities: [N, C].
+        labels: [N].
+        bins: The number of bins.
     """
     confidence, chosen = probabilities.max(1)
     right = (chosen == labels).to(confidence)
@@ -25,16 +34,21 @@ def calibration_error(probabilities: Tensor, labels: Tensor, bins: int = 15) -> 
 
 
 def measure(probabilities: Tensor, labels: Tensor) -> dict[str, float | int]:
-    """All of them, and of how much: probabilities [N, C], labels [N]."""
+    """All measures, and the numbers of images and classes they are over.
+
+    Args:
+        probabilities: [N, C].
+        labels: [N].
+    """
     return {
         "top1": top(probabilities, labels, 1),
         "top5": top(probabilities, labels, 5),
         "ece": calibration_error(probabilities, labels),
-        "pictures": len(labels),
+        "images": len(labels),
         "classes": probabilities.shape[1],
     }
 
 
 def harmonic(first: float, second: float) -> float:
-    """The harmonic mean."""
+    """The harmonic mean of two numbers; 0 if both are 0."""
     return 2 * first * second / (first + second) if first + second else 0.0

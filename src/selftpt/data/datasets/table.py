@@ -44,6 +44,7 @@ class Spec:
     """A dataset of the paper: its published size, its folders, its names."""
 
     title: str
+    short_title: str  # heads its column of a table
     folder: str  # below the data folder
     pictures: str  # below `folder`: where the paths of its lists begin
     size: Size
@@ -95,6 +96,7 @@ def frame(line: str) -> str:
 DATASETS = {
     "imagenet": Spec(
         "ImageNet",
+        "ImageNet",
         "imagenet",
         "images",
         Size(1000, 1281167, None, 50000),
@@ -103,6 +105,7 @@ DATASETS = {
     ),
     "caltech101": Spec(
         "Caltech101",
+        "Caltech",
         "caltech-101",
         "101_ObjectCategories",
         Size(100, 4128, 1649, 2465),
@@ -112,6 +115,7 @@ DATASETS = {
     ),
     "oxford_pets": Spec(
         "OxfordPets",
+        "Pets",
         "oxford_pets",
         "images",
         Size(37, 2944, 736, 3669),
@@ -123,6 +127,7 @@ DATASETS = {
     ),
     "stanford_cars": Spec(
         "StanfordCars",
+        "Cars",
         "stanford_cars",
         "",
         Size(196, 6509, 1635, 8041),
@@ -132,6 +137,7 @@ DATASETS = {
     ),
     "oxford_flowers": Spec(
         "Flowers102",
+        "Flowers",
         "oxford_flowers",
         "jpg",
         Size(102, 4093, 1633, 2463),
@@ -141,6 +147,7 @@ DATASETS = {
         class_of=None,
     ),
     "food101": Spec(
+        "Food101",
         "Food101",
         "food-101",
         "images",
@@ -152,6 +159,7 @@ DATASETS = {
     ),
     "fgvc_aircraft": Spec(
         "FGVCAircraft",
+        "Aircraft",
         "fgvc_aircraft",
         "images",
         Size(100, 3334, 3333, 3333),
@@ -167,6 +175,7 @@ DATASETS = {
     ),
     "sun397": Spec(
         "SUN397",
+        "SUN397",
         "sun397",
         "SUN397",
         Size(397, 15880, 3970, 19850),
@@ -176,6 +185,7 @@ DATASETS = {
         name_of=scene,
     ),
     "dtd": Spec(
+        "DTD",
         "DTD",
         "dtd",
         "images",
@@ -187,6 +197,7 @@ DATASETS = {
     ),
     "eurosat": Spec(
         "EuroSAT",
+        "EuroSAT",
         "eurosat",
         "2750",
         Size(10, 13500, 5400, 8100),
@@ -196,6 +207,7 @@ DATASETS = {
         name_of=lambda folder: EUROSAT.get(folder, folder),
     ),
     "ucf101": Spec(
+        "UCF101",
         "UCF101",
         "ucf101",
         "UCF-101-midframes",
@@ -214,6 +226,7 @@ DATASETS = {
     ),
     "imagenetv2": Spec(
         "ImageNetV2",
+        "V2",
         "imagenetv2",
         "imagenetv2-matched-frequency-format-val",
         Size(1000, None, None, 10000),
@@ -222,6 +235,7 @@ DATASETS = {
     ),
     "imagenet_sketch": Spec(
         "ImageNet-Sketch",
+        "Sketch",
         "imagenet-sketch",
         "images",
         Size(1000, None, None, 50889),
@@ -230,6 +244,7 @@ DATASETS = {
     ),
     "imagenet_a": Spec(
         "ImageNet-A",
+        "A",
         "imagenet-adversarial",
         "imagenet-a",
         Size(200, None, None, 7500),
@@ -238,6 +253,7 @@ DATASETS = {
     ),
     "imagenet_r": Spec(
         "ImageNet-R",
+        "R",
         "imagenet-rendition",
         "imagenet-r",
         Size(200, None, None, 30000),

@@ -1,0 +1,212 @@
+"""From records to rows: which runs share a row, means over seeds, averages over datasets, the best rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from selftpt.evaluation.measures import harmonic
+from selftpt.evaluation.protocols import PROTOCOLS, Measure
+from selftpt.evaluation.records import Record
+from selftpt.evaluation.tables.table import AVERAGE, Cell, Row
+
+UNSET = "unset"
+SOURCE_FACTS = ("shots", "share", "classes")
+
+
+def value(record: Record, path: Sequence[str]) -> float | None:
+    """A number of a record's results; None if it has no such number."""
+    found: Any = record["results"]
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, int | float) else None
+
+
+def source_of(record: Record) -> str | None:
+    """The dataset that a run learned from.
+
+    None if it learned from nothing, or from the base classes of the dataset that it was tested on.
+    """
+    source: str | None = (record.get("source") or {}).get("dataset")
+    own = PROTOCOLS[record["protocol"]].source is None and source == record["dataset"]
+    return None if own else source
+
+
+def image_count(record: Record) -> int:
+    """The number of test images of a run."""
+    return sum(part.get("images") or 0 for part in record["results"].values() if isinstance(part, dict))
+
+
+def model_title(model: Mapping[str, Any]) -> str:
+    """The name of a model and of its weights."""
+    return f"{model['name']} {model['pretrained']}" if model.get("pretrained") else str(model["name"])
+
+
+def split_rows(method: str, records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """The rows of one method: their names and records.
+
+    Runs with different models or sources never share a row, nor do those with different values of a setting on one
+    dataset. A setting with one value on each dataset makes no rows: no two runs are for the same cell.
+    """
+    models = {record["model"]["digest"]: model_title(record["model"]) for record in records}
+    groups: dict[tuple[str, str | None], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["model"]["digest"], source_of(record)), []).append(record)
+    several_sources = len({source for _, source in groups}) > 1
+    rows: dict[tuple[object, ...], tuple[str, list[Record]]] = {}
+    for (digest, source), members in groups.items():
+        varied = varied_keys((record["dataset"], _facts(record)) for record in members)
+        labels = []
+        if len(models) > 1:
+            ambiguous = list(models.values()).count(models[digest]) > 1
+            labels.append(f"{models[digest]} {digest[:8]}" if ambiguous else models[digest])
+        if several_sources:
+            labels.append(f"source {source or 'none'}")
+        for record in members:
+            facts = _facts(record)
+            values = [f"{key} {facts.get(key, UNSET)}" for key in varied]
+            label = ", ".join([*labels, *values])
+            row = rows.setdefault((digest, source, *values), (f"{method} ({label})" if label else method, []))
+            row[1].append(record)
+    return list(rows.values())
+
+
+def _facts(record: Record) -> dict[str, str]:
+    """What tells runs of one method, model and source on one dataset apart: settings, data, precision, version."""
+    source, data = record.get("source") or {}, record["data"]
+    facts = {
+        "source": {key: source[key] for key in SOURCE_FACTS if key in source},
+        "limit": data.get("limit") or "none",
+        "split": data.get("split") or "",
+        "template": record.get("template") or "",
+        "precision": record.get("precision") or "",
+        "selftpt": (record.get("versions") or {}).get("selftpt", ""),
+    }
+    return flat_settings(record["settings"]) | flat_settings(facts)
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as text by dotted name, without seeds, which a record has as a key of its own."""
+    flat: dict[str, str] = {}
+    for key, setting in settings.items():
+        if isinstance(setting, dict):
+            flat |= flat_settings(setting, f"{prefix}{key}.")
+        elif key != "seed":
+            flat[f"{prefix}{key}"] = " ".join(setting.split()) if isinstance(setting, str) else json.dumps(setting)
+    return flat
+
+
+def varied_keys(settings: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Names of settings with several values in one place, for pairs of a place and its settings."""
+    pairs = list(settings)
+    values: dict[tuple[str, str], set[str]] = {}
+    for key in sorted({key for _, flat in pairs for key in flat}):
+        for place, flat in pairs:
+            values.setdefault((key, place), set()).add(flat.get(key, UNSET))
+    return list(dict.fromkeys(key for (key, _), found in values.items() if len(found) > 1))
+
+
+def latest_records(records: Iterable[Record]) -> list[Record]:
+    """The last of the records of each dataset and seed."""
+    return list({(record["dataset"], record.get("seed")): record for record in records}.values())
+
+
+def make_row(name: str, records: Sequence[Record], measure: Measure) -> Row:
+    """A row without its average; `records` has one of each dataset and seed."""
+    by_dataset: dict[str, list[Record]] = {}
+    for record in records:
+        by_dataset.setdefault(record["dataset"], []).append(record)
+    return Row(
+        name=name,
+        method=records[0]["method"],
+        paper=False,
+        cells={
+            dataset: _cell(
+                {record.get("seed"): _number(record, measure.path) for record in runs}, image_count(runs[-1])
+            )
+            for dataset, runs in by_dataset.items()
+        },
+        source=source_of(records[0]),
+        random_init=any(record.get("random_init") for record in records),
+    )
+
+
+def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], measure: Measure) -> Row:
+    """A row of ours with its average over those of the columns that it has."""
+    averaged = tuple(dataset for dataset in columns if dataset in row.cells)
+    row = replace(row, averaged=averaged, complete=len(averaged) == len(columns))
+    if not averaged:
+        return row
+    by_seed: dict[int | None, list[Record]] = {}
+    for record in records:
+        if record["dataset"] in averaged:
+            by_seed.setdefault(record.get("seed"), []).append(record)
+    images = sum(row.cells[dataset].images for dataset in averaged)
+    if all(len(runs) == len(averaged) for runs in by_seed.values()):
+        cell = _cell({seed: _mean(runs, measure.path) for seed, runs in by_seed.items()}, images)
+    else:  # datasets have different seeds
+        cell = Cell(statistics.fmean(row.cells[dataset].mean for dataset in averaged), images=images)
+    return replace(row, cells={**row.cells, AVERAGE: cell})
+
+
+def cut_paper_row(row: Row, datasets: Sequence[str], columns: Sequence[str]) -> Row:
+    """A row of the paper in the columns shown: with its own average if these are its own, else with their mean.
+
+    Args:
+        row: The row with all columns of the paper.
+        datasets: The datasets shown.
+        columns: Those of them that the average is over.
+    """
+    cells = {dataset: row.cells[dataset] for dataset in datasets if dataset in row.cells}
+    averaged = tuple(dataset for dataset in columns if dataset in cells)
+    if {*averaged, AVERAGE} == row.cells.keys():
+        cells[AVERAGE] = row.cells[AVERAGE]
+    elif averaged:
+        cells[AVERAGE] = Cell(statistics.fmean(cells[dataset].mean for dataset in averaged))
+    return replace(row, cells=cells, averaged=averaged, complete=len(averaged) == len(columns))
+
+
+def mark_best(rows: Sequence[Row], measure: Measure) -> list[Row]:
+    """Mark the best of our rows in each column where two or more can be compared.
+
+    Cells are compared if they are over the same datasets and over the largest number of images. Rows of the paper, of
+    randomly initialised weights, and averages that lack a column are not compared.
+    """
+    rivals: dict[tuple[str, frozenset[str]], list[Row]] = {}
+    for row in rows:
+        for column in row.cells:
+            if not row.paper and not row.random_init and (row.complete or column != AVERAGE):
+                over = frozenset(row.averaged if column == AVERAGE else (column,))
+                rivals.setdefault((column, over), []).append(row)
+    best: dict[int, set[str]] = {}
+    for (column, _), group in rivals.items():
+        most = max(row.cells[column].images for row in group)
+        group = [row for row in group if row.cells[column].images == most]
+        means = [round(row.cells[column].mean, 2) for row in group]
+        top = min(means) if measure.lower_is_better else max(means)
+        for row, mean in zip(group, means, strict=True):
+            if len(group) > 1 and mean == top:
+                best.setdefault(id(row), set()).add(column)
+    return [replace(row, best=frozenset(best.get(id(row), ()))) for row in rows]
+
+
+def _number(record: Record, path: Sequence[str]) -> float:
+    found = value(record, path)
+    assert found is not None
+    return found
+
+
+def _mean(records: Sequence[Record], path: Sequence[str]) -> float:
+    """The mean over datasets; of harmonic means, that of the mean accuracies, as is usual in the field."""
+    if path == ("harmonic",):
+        return harmonic(_mean(records, ("base", "top1")), _mean(records, ("new", "top1")))
+    return statistics.fmean(_number(record, path) for record in records)
+
+
+def _cell(by_seed: Mapping[int | None, float], images: int) -> Cell:
+    values = by_seed.values()
+    std = statistics.stdev(values) if len(values) > 1 else None
+    return Cell(statistics.fmean(values), std, sum(seed is not None for seed in by_seed), images)
