@@ -288,6 +288,7 @@ NESTED = b'{"settings": ' + b'{"a": ' * 100_000 + b"1" + b"}" * 100_000 + b"}"
         (json.dumps(changed("settings.x", float("nan"))).encode(), "NaN is not a number"),
         (json.dumps(changed("results.test.top1", float("inf"))).encode(), "Infinity is not a number"),
         (json.dumps(RECORD).encode().replace(b'"seed": 1', b'"seed": 1, "seed": 2'), "the key 'seed' is there twice"),
+        (b'{"%s": 1, "%s": 2}' % (b"\\n" * 500, b"\\n" * 500), "is there twice"),
         (json.dumps(changed("dataset", "\ud800")).encode(), "is not text"),
         (json.dumps({**RECORD, "digest": "0" * 64}).encode(), "not what its digest says"),
         (json.dumps({**RECORD, "digest": None}).encode(), "not what its digest says"),
@@ -319,7 +320,7 @@ NESTED = b'{"settings": ' + b'{"a": ' * 100_000 + b"1" + b"}" * 100_000 + b"}"
                 ("results.test.images", 1.5, "results.test.images is not an integer"),
                 ("results.harmonic", 50, "results.harmonic without"),
                 ("seconds", [1], "seconds is not an object"),
-                ("seconds.adapt", -1, "seconds.adapt is not a number"),
+                ("seconds.adapt", -1, "seconds of 'adapt' is not a number"),
                 ("random_init", 1, "random_init is not true or false"),
             ]
         ),

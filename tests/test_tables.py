@@ -20,13 +20,21 @@ from selftpt.evaluation.runs import Record, read_records
 from selftpt.evaluation.tables import Cell, Row, Table, column_title, make_table, render
 from selftpt.evaluation.tables.paper import method_order
 from selftpt.evaluation.tables.render import escape_latex
+from selftpt.methods import METHODS
 from tests.commands import Run, refused
 
 CLIP_B16 = {"name": "ViT-B-16-quickgelu", "pretrained": "openai", "digest": "0123456789abcdef"}
 TINY = {"name": "selftpt-tiny", "pretrained": None, "digest": "fedcba9876543210"}
 PAPER = json.loads(Path(tables.__file__).with_name("paper.json").read_text("utf-8"))
 SOURCE = {"dataset": "imagenet", "published": True, "shots": 16, "share": 1.0, "classes": 1000, "unreadable": 0}
-TEST_IMAGES = {"imagenet": 50000, "oxford_pets": 3669, "dtd": 1692, "eurosat": 8100, "imagenetv2": 10000}
+TEST_IMAGES = {
+    "imagenet": 50000,
+    "caltech101": 2465,
+    "oxford_pets": 3669,
+    "dtd": 1692,
+    "eurosat": 8100,
+    "imagenetv2": 10000,
+}
 
 
 def record(method: str, dataset: str, top1: float, seed: int | None = 1, **other: Any) -> Record:
@@ -372,6 +380,122 @@ def test_the_source_is_shown_and_not_averaged() -> None:
     assert row(table, "clip").cells["average"] == Cell(60)
     assert row(table, "CLIP (paper)").cells == {"imagenetv2": Cell(60.86), "average": Cell(60.86)}
     assert "ImageNet, the source of the protocol, is not in the average" in table.notes
+
+
+CALTECH = {**SOURCE, "dataset": "caltech101", "classes": 100}
+
+
+def test_runs_from_different_sources_never_share_a_row() -> None:
+    """Neither on the same datasets, where they would be averaged, nor on different ones."""
+    runs = [record("coop", "dtd", 50.0), record("coop", "dtd", 30.0, 2, source=CALTECH)]
+    table = make_table(runs, "cross-dataset", paper="none")
+    assert {row.name: row.cells["dtd"].mean for row in table.rows} == {
+        "coop (source imagenet)": 50,
+        "coop (source caltech101)": 30,
+    }
+    runs = [record("coop", "oxford_pets", 80.0), record("coop", "dtd", 30.0, source=CALTECH)]
+    table = make_table(runs, "cross-dataset", paper="none")
+    assert {row.name: [*row.cells] for row in table.rows} == {
+        "coop (source imagenet)": ["oxford_pets", "average"],
+        "coop (source caltech101)": ["dtd", "average"],
+    }
+    assert row(table, "coop (source imagenet)").notes == ("learned from ImageNet", "average over 1 of 2 datasets")
+    assert row(table, "coop (source caltech101)").notes == (
+        "learned from Caltech, not from the paper's ImageNet",
+        "average over 1 of 2 datasets",
+    )
+
+
+def test_source_of_the_records_is_not_in_the_average() -> None:
+    """Of no row if all have one source: zero-shot and the paper's rows are averaged over the same datasets."""
+    runs = [
+        *(record("clip", name, top1, None) for name, top1 in (("caltech101", 90.0), ("dtd", 40.0), ("eurosat", 20.0))),
+        *(
+            record("coop", name, top1, source=CALTECH)
+            for name, top1 in (("caltech101", 99.0), ("dtd", 50.0), ("eurosat", 40.0))
+        ),
+    ]
+    table = make_table(runs, "cross-dataset")
+    assert row(table, "coop").cells["average"].mean == 45
+    assert row(table, "clip").cells["average"].mean == 30
+    assert row(table, "CLIP (paper)").cells["average"].mean == pytest.approx((44.27 + 42.01) / 2)
+    assert row(table, "coop").best == {"caltech101", "dtd", "eurosat", "average"}
+    assert row(table, "coop").notes == ("learned from Caltech, not from the paper's ImageNet",)
+    assert row(table, "clip").notes == ()
+    assert "Caltech is the source and not in the average" in table.notes
+    assert "ImageNet" not in " ".join(table.notes)
+
+
+def test_dataset_that_is_the_source_of_the_paper_only_is_averaged() -> None:
+    runs = [record("coop", name, top1, source=CALTECH) for name, top1 in (("imagenet", 60.0), ("dtd", 40.0))]
+    table = make_table(runs, "cross-dataset", paper="none")
+    assert row(table, "coop").cells["average"].mean == 50
+    assert table.notes == ()
+
+
+def test_recorded_source_is_named_in_the_footer() -> None:
+    runs = [record("coop", name, top1, protocol="domain") for name, top1 in (("imagenet", 70.0), ("imagenetv2", 60.0))]
+    table = make_table(runs, "domain", paper="none")
+    assert row(table, "coop").cells["average"].mean == 60
+    assert table.notes == ("ImageNet is the source and not in the average",)
+
+
+def test_averages_of_different_sources_are_compared_only_over_the_same_datasets() -> None:
+    """The averages of the first two are over two datasets, that of the third is over two others."""
+    datasets = ("imagenet", "caltech101", "dtd")
+    runs = [
+        *(record("clip", name, top1, None) for name, top1 in zip(datasets, (60.0, 90.0, 40.0), strict=True)),
+        *(record("coop", name, top1) for name, top1 in zip(datasets, (70.0, 92.0, 38.0), strict=True)),
+        *(record("tpt", name, top1, source=CALTECH) for name, top1 in zip(datasets, (50.0, 99.0, 45.0), strict=True)),
+    ]
+    table = make_table(runs, "cross-dataset", paper="none")
+    assert {row.name: row.cells["average"].mean for row in table.rows} == {"clip": 65, "coop": 65, "tpt": 47.5}
+    assert {row.name: row.best for row in table.rows} == {
+        "clip": {"average"},
+        "coop": {"imagenet", "average"},
+        "tpt": {"caltech101", "dtd"},
+    }
+    assert {row.name: row.notes for row in table.rows} == {
+        "clip": ("ImageNet is not in the average",),
+        "coop": ("learned from ImageNet; ImageNet is not in the average",),
+        "tpt": ("learned from Caltech, not from the paper's ImageNet; Caltech is not in the average",),
+    }
+    assert table.notes == ()
+
+
+def test_source_is_said_of_random_weights_too() -> None:
+    runs = [record("coop", "dtd", 50.0, source=CALTECH, random_init=True)]
+    (only,) = make_table(runs, "cross-dataset", paper="none").rows
+    assert only.notes[0] == "learned from Caltech, not from the paper's ImageNet"
+
+
+def test_template_comes_from_the_records() -> None:
+    runs = [record("clip", "dtd", 44.0, None, template="a photo of a {}."), record("clip", "dtd", 46.0, None)]
+    runs[1]["template"] = "{} texture."
+    table = make_table(runs, "cross-dataset", paper="none")
+    assert {row.name: row.notes for row in table.rows} == {
+        "clip (template a photo of a {}.)": (),
+        "clip (template {} texture.)": ("the template is not the protocol's",),
+    }
+    new = base_to_new("clip", "dtd", 50.0, 60.0, seed=None, template="{} texture.")
+    assert make_table([new], "base-to-new", paper="none").marks == {}
+
+
+def test_control_characters_of_names_do_not_break_a_table() -> None:
+    table = make_table([record("a\nb", "my\x1bset", 50.0)], "cross-dataset", paper="none")
+    for format in ("text", "markdown", "latex"):
+        text = render(table, format)
+        assert "\x1b" not in text
+        assert len([line for line in text.splitlines() if "50.00" in line]) == 1
+    assert "a\\nb" in render(table)
+
+
+def test_order_of_methods_is_that_of_the_table_of_methods() -> None:
+    order = method_order()
+    assert [name for name in order if name in METHODS] == list(METHODS)
+    assert len(set(order)) == len(order)
+    for pair in (("lasp", "rpo"), ("maple", "promptsrc"), ("coop+tpt", "maple+tpt"), ("promptsrc+tpt", "promptalign")):
+        assert order.index(pair[0]) < order.index(pair[1])
 
 
 def test_columns_are_in_the_papers_order_and_its_own_average_stands_if_all_are_there() -> None:

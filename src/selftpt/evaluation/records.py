@@ -147,7 +147,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!a} is there twice")
+        raise ValueError(f"the key {twice[:40]!a} is there twice")
     return unique
 
 
@@ -205,4 +205,4 @@ def _check_fields(record: Record) -> None:
     for stage, seconds in (record.get("seconds") or {}).items():
         what, is_kind = KINDS["seconds"]
         if not is_kind(seconds):
-            raise ValueError(f"seconds.{stage[:40]} is not {what}")
+            raise ValueError(f"the number of seconds of {stage[:40]!a} is not {what}")

@@ -51,13 +51,13 @@ def source_notes(row: Row, protocol_source: str | None, sources: Collection[str]
         excluded: The dataset that is not in the row's average; None if all are.
     """
     notes = []
-    if row.source and (len(sources) > 1 or row.source != protocol_source):
+    if row.source and row.source != protocol_source and protocol_source:
+        notes.append(f"learned from {column_title(row.source)}, not from the paper's {column_title(protocol_source)}")
+    elif row.source and (len(sources) > 1 or not protocol_source):
         notes.append(f"learned from {column_title(row.source)}")
-        if protocol_source and row.source != protocol_source:
-            notes.append(f"not the paper's {column_title(protocol_source)}")
     if excluded and excluded in row.cells and len(sources) > 1:
         notes.append(f"{column_title(excluded)} is not in the average")
-    return [", ".join(notes)] if notes else []
+    return ["; ".join(notes)] if notes else []
 
 
 def average_notes(row: Row, columns: Sequence[str]) -> list[str]:
