@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,92 @@ def test_a_killed_process_goes_on(run: Run, data: Path, weights: Path, tmp_path:
     assert run(*arguments, "--out", tmp_path / "killed", "--resume").code == 0
     assert run(*arguments, "--out", tmp_path / "undisturbed").code == 0
     assert plain(Runs(tmp_path / "killed").records) == plain(Runs(tmp_path / "undisturbed").records)
+
+
+def bench_command(data: Path, weights: Path, out: Path) -> list[str]:
+    arguments = ["bench", "cross-dataset", "--data", data, "--model", weights, "--methods", "clip,coop"]
+    arguments += ["--datasets", "eurosat,caltech101", "--seeds", "1,2,3", "--set", "learn.epochs=2", "--out", out]
+    return [sys.executable, "-m", "selftpt", *map(str, arguments), "--resume"]
+
+
+def counts_and_keys(out: Path) -> tuple[int, int]:
+    recorded = [record["key"] for record in Runs(out).records]
+    return len(recorded), len(set(recorded))
+
+
+def test_two_processes_record_each_run_once(data: Path, weights: Path, tmp_path: Path) -> None:
+    command = bench_command(data, weights, tmp_path)
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    answers = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert counts_and_keys(tmp_path) == (8, 8)
+    added = [int(answer.splitlines()[-1].split()[0]) for answer in answers]
+    assert sum(added) == 8
+    assert list(tmp_path.glob(".*.lock")) == []
+
+
+def test_run_of_a_killed_process_is_done_by_the_next(data: Path, weights: Path, tmp_path: Path) -> None:
+    """By a process that starts afterwards."""
+    bench_process = subprocess.Popen(bench_command(data, weights, tmp_path), stdout=subprocess.DEVNULL)
+    while bench_process.poll() is None and not list(tmp_path.glob(".claim-*.lock")):
+        time.sleep(0.001)
+    bench_process.send_signal(signal.SIGKILL)
+    assert bench_process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    again = subprocess.run(bench_command(data, weights, tmp_path), capture_output=True, text=True, check=True)
+    assert counts_and_keys(tmp_path) == (8, 8), again.stderr
+    assert list(tmp_path.glob(".*.lock")) == []
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from selftpt.evaluation.runs import Runs
+with Runs(Path(sys.argv[1])).claim(sys.argv[2]) as mine:
+    print(mine, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_claimed_run_comes_last_and_is_done_if_its_owner_dies(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selftpt.evaluation.bench.POLL_SECONDS", 0.01)
+    runner = bench("cross-dataset", data, tmp_path)
+    plan = runner.plan(["clip", "clip-ensemble"], ["eurosat", "caltech101"], [1])
+    command = [sys.executable, "-c", OWNER, str(tmp_path), runner.key(plan[1])]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "True\n"
+    waited_for = []
+
+    def kill(runs: Sequence[Trial]) -> None:
+        waited_for.append(runs)
+        owner.send_signal(signal.SIGKILL)
+        owner.communicate()
+
+    done = [run for run, result in runner.do_all(plan, kill) if isinstance(result, dict)]
+    assert done == [plan[0], *plan[2:], plan[1]]
+    assert waited_for == [[plan[1]]]
+    assert counts_and_keys(tmp_path) == (4, 4)
+
+
+def test_run_that_another_process_records_meanwhile_is_not_done(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other claims a run before this process starts, and records it when this one has nothing else to do."""
+    monkeypatch.setattr("selftpt.evaluation.bench.POLL_SECONDS", 0.01)
+    mine, other = (bench("cross-dataset", data, tmp_path) for _ in range(2))
+    plan = mine.plan(["clip"], ["eurosat", "caltech101"], [1])
+    with contextlib.ExitStack() as claims:
+        assert claims.enter_context(other.runs.claim(other.key(plan[0])))
+
+        def finish(_runs: Sequence[Trial]) -> None:
+            other.do(plan[0])
+            claims.close()
+
+        results = dict(mine.do_all(plan, finish))
+    assert [results[run] is None for run in plan] == [True, False]
+    assert counts_and_keys(tmp_path) == (2, 2)
 
 
 def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
