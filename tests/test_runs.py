@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import signal
@@ -232,6 +233,17 @@ def test_records_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
 def test_folder_that_cannot_hold_locks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SelfTPTError, match="cannot lock"), lock(tmp_path / "file" / "x.lock"):
+        pass
+
+
+def test_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock by the mere existence of a file, which could outlive its owner, is not used instead."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(SelfTPTError, match="cannot lock .*: Function not implemented"), Runs(tmp_path).claim("a"):
         pass
 
 
