@@ -243,7 +243,7 @@ def test_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(SelfTPTError, match="cannot lock .*: Function not implemented"), Runs(tmp_path).claim("a"):
+    with pytest.raises(SelfTPTError, match=r"cannot lock .*: Function not implemented"), Runs(tmp_path).claim("a"):
         pass
 
 
@@ -330,9 +330,12 @@ NESTED = b'{"settings": ' + b'{"a": ' * 100_000 + b"1" + b"}" * 100_000 + b"}"
                 ("results.test.top1", "50", "results.test.top1 is not a number"),
                 ("results.test.top1", True, "results.test.top1 is not a number"),
                 ("results.test.images", 1.5, "results.test.images is not an integer"),
+                ("results.valid", {"images": "12"}, "results.valid.images is not an integer"),
+                ("results.val\n", 5, r"results.val\n is not an object"),
+                ("results.harmonic", None, "results.harmonic is not a number"),
                 ("results.harmonic", 50, "results.harmonic without"),
                 ("seconds", [1], "seconds is not an object"),
-                ("seconds.adapt", -1, "seconds of 'adapt' is not a number"),
+                ("seconds.adapt", -1, "seconds.adapt is not a number"),
                 ("random_init", 1, "random_init is not true or false"),
             ]
         ),

@@ -481,6 +481,14 @@ def test_template_comes_from_the_records() -> None:
     assert make_table([new], "base-to-new", paper="none").marks == {}
 
 
+def test_setting_called_as_a_fact_of_the_record_still_separates_rows() -> None:
+    runs = [record("own", "dtd", top1, settings={"limit": top1}) for top1 in (40.0, 50.0)]
+    assert names(make_table(runs, "cross-dataset", paper="none")) == [
+        "own (settings.limit 40.0)",
+        "own (settings.limit 50.0)",
+    ]
+
+
 def test_control_characters_of_names_do_not_break_a_table() -> None:
     table = make_table([record("a\nb", "my\x1bset", 50.0)], "cross-dataset", paper="none")
     for format in ("text", "markdown", "latex"):

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "percent": ("a number from 0 to 100", lambda value: type(value) in (int, float) and 0 <= value <= 100),
     "seconds": ("a number of 0 or more", lambda value: type(value) in (int, float) and value >= 0),
 }
-PART = {"top1": "percent?", "top5": "percent?", "ece": "percent?", "images": "count?", "classes": "positive?"}
+RESULT_FIELDS = {"top1": "percent?", "top5": "percent?", "ece": "percent?", "images": "count?", "classes": "positive?"}
 FIELDS: dict[str, str] = {
     "key": "name?",
     "protocol": "name",
@@ -61,12 +61,6 @@ FIELDS: dict[str, str] = {
     "settings": "object",
     "changes": "object?",
     "results": "object",
-    **{
-        name: kind
-        for part in ("test", "base", "new")
-        for name, kind in ((f"results.{part}", "object?"), *((f"results.{part}.{key}", PART[key]) for key in PART))
-    },
-    "results.harmonic": "percent?",
     "seconds": "object?",
     "versions": "object?",
 }
@@ -188,21 +182,30 @@ def _check_fields(record: Record) -> None:
         *parents, name = path.split(".")
         place: Any = record
         for parent in parents:
-            place = place.get(parent) if isinstance(place, dict) else None
-        if place is None:  # an object that may be missing
-            continue
-        value = place.get(name)
-        if value is None and kind.endswith("?"):
-            continue
-        what, is_kind = KINDS[kind.rstrip("?")]
-        if not is_kind(value):
-            raise ValueError(f"{path} is not {what}" if name in place else f"no {path}")
+            place = place.get(parent)
+        if place is not None:  # an object that may be missing
+            _check_kind(place, name, path, kind)
     if record["protocol"] not in PROTOCOLS:
         raise ValueError(f"unknown protocol {record['protocol'][:40]!a}")
     results = record["results"]
-    if "harmonic" in results and not all((results.get(part) or {}).get("top1") is not None for part in ("base", "new")):
+    for part in results:
+        path = f"results.{ascii(part[:40])[1:-1]}"
+        if part == "harmonic":
+            _check_kind(results, part, path, "percent")
+            continue
+        _check_kind(results, part, path, "object")
+        for name, kind in RESULT_FIELDS.items():
+            _check_kind(results[part], name, f"{path}.{name}", kind)
+    if "harmonic" in results and not all(results.get(part, {}).get("top1") is not None for part in ("base", "new")):
         raise ValueError("results.harmonic without results.base.top1 and results.new.top1")
-    for stage, seconds in (record.get("seconds") or {}).items():
-        what, is_kind = KINDS["seconds"]
-        if not is_kind(seconds):
-            raise ValueError(f"the number of seconds of {stage[:40]!a} is not {what}")
+    for stage in record.get("seconds") or {}:
+        _check_kind(record["seconds"], stage, f"seconds.{ascii(stage[:40])[1:-1]}", "seconds")
+
+
+def _check_kind(place: Mapping[str, Any], name: str, path: str, kind: str) -> None:
+    value = place.get(name)
+    if value is None and kind.endswith("?"):
+        return
+    what, is_kind = KINDS[kind.rstrip("?")]
+    if not is_kind(value):
+        raise ValueError(f"{path} is not {what}" if name in place else f"no {path}")

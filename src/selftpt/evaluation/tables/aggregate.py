@@ -77,15 +77,18 @@ def split_rows(method: str, records: Sequence[Record]) -> list[tuple[str, list[R
 def _facts(record: Record) -> dict[str, str]:
     """What tells runs of one method, model and source on one dataset apart: settings, data, precision, version."""
     source, data = record.get("source") or {}, record["data"]
-    facts = {
-        "source": {key: source[key] for key in SOURCE_FACTS if key in source},
-        "limit": data.get("limit") or "none",
-        "split": data.get("split") or "",
-        "template": record.get("template") or "",
-        "precision": record.get("precision") or "",
-        "selftpt": (record.get("versions") or {}).get("selftpt", ""),
-    }
-    return flat_settings(record["settings"]) | flat_settings(facts)
+    facts = flat_settings(
+        {
+            "source": {key: source[key] for key in SOURCE_FACTS if key in source},
+            "limit": data.get("limit") or "none",
+            "split": data.get("split") or "",
+            "template": record.get("template") or "",
+            "precision": record.get("precision") or "",
+            "selftpt": (record.get("versions") or {}).get("selftpt", ""),
+        }
+    )
+    settings = flat_settings(record["settings"])
+    return {f"settings.{key}" if key in facts else key: text for key, text in settings.items()} | facts
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
