@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.evaluation.records import MAX_DEPTH
+from selftpt.evaluation.records import MAX_DEPTH, from_line, to_line
 from selftpt.evaluation.runs import Record, Runs, read_records
 from selftpt.locks import lock
 
@@ -350,6 +352,21 @@ def test_damaged_line_is_refused_in_one_line(tmp_path: Path, line: bytes, why: s
     assert why in text
     assert len(text.splitlines()) == 1
     assert len(text) < 250 + len(str(tmp_path))
+
+
+@given(st.data())
+def test_mutated_line_is_refused_or_has_the_same_content(data: st.DataObject) -> None:
+    """Whatever bytes are replaced, inserted or deleted in one place."""
+    line = to_line(RECORD).encode()
+    start = data.draw(st.integers(0, len(line)))
+    stop = data.draw(st.integers(start, min(start + 4, len(line))))
+    mutated = line[:start] + data.draw(st.binary(max_size=4)) + line[stop:]
+    try:
+        record = from_line(mutated)
+    except ValueError:
+        return
+    # White space, another notation of the same value, or another name for the key of the digest.
+    assert {key: value for key, value in record.items() if key in RECORD} == RECORD
 
 
 def test_nesting_up_to_the_limit_is_read(tmp_path: Path) -> None:

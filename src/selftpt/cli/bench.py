@@ -34,11 +34,12 @@ def command(
     data: Annotated[
         Path | None, typer.Option(help="a folder with the datasets as `selftpt datasets` lists them")
     ] = None,
-    methods: Annotated[str, typer.Option(help="with commas between them")] = "clip,coop,self-tpt",
+    methods: Annotated[str, typer.Option(help="separated by commas")] = "clip,coop,self-tpt",
     datasets: Annotated[
-        str | None, typer.Option(help="names or folders of your own, with commas; by default all that are found")
+        str | None,
+        typer.Option(help="names or folders of your own, separated by commas; by default all that are found"),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="with commas between them")] = "1,2,3",
+    seeds: Annotated[str, typer.Option(help="separated by commas")] = "1,2,3",
     source: Annotated[
         str | None, typer.Option(help="another dataset to learn from than ImageNet, in cross-dataset and domain")
     ] = None,
@@ -46,12 +47,12 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on in a folder that has records, also beside other processes")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would run, and how long it took")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and how long it took")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a benchmark of the paper: every method on every dataset with every seed, one record each."""
-    wanted = listed(methods)
-    numbers = whole_numbers(seeds)
+    wanted = comma_separated(methods)
+    numbers = parse_seeds(seeds)
     changes = dict(parse_setting(text) for text in set or [])
     from selftpt.evaluation.bench import Bench
     from selftpt.evaluation.protocols import chosen_protocol
@@ -73,7 +74,7 @@ def command(
     done = runs.done()
     left = [run for run in plan if bench.key(run) not in done]
     if dry_run:
-        tell_plan(bench, plan, left, as_json)
+        print_plan(bench, plan, left, as_json)
         return
     added = failed = 0
 
@@ -96,17 +97,17 @@ def command(
         raise SelfTPTError(f"{failed} of {len(left)} runs failed: fix what the notes say, and go on with --resume")
 
 
-def listed(text: str) -> list[str]:
-    """What stands between commas, each once."""
+def comma_separated(text: str) -> list[str]:
+    """The parts of a text between commas, each once."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def whole_numbers(text: str) -> list[int]:
-    """Seeds from what stands between commas."""
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from a text with commas."""
     try:
-        numbers = [int(part) for part in listed(text)]
+        numbers = [int(part) for part in comma_separated(text)]
     except ValueError:
-        raise SelfTPTError(f"--seeds takes whole numbers with commas between them, not {text!r}") from None
+        raise SelfTPTError(f"--seeds takes integers separated by commas, not {text!r}") from None
     if not numbers or min(numbers) < 0:
         raise SelfTPTError("--seeds must name at least one seed, 0 or more")
     return numbers
@@ -119,7 +120,7 @@ def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
     from selftpt.methods.prediction import chosen_method
 
     if not methods:
-        raise SelfTPTError(f"--methods names none: choose of {', '.join(METHODS)}")
+        raise SelfTPTError(f"--methods names none: choose one of {', '.join(METHODS)}")
     chosen = [chosen_method(name).settings for name in methods]
     for key, value in changes.items():
         if key in KEPT_APART:
@@ -132,9 +133,9 @@ def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
 
 
 def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
-    """The datasets asked for, or all of the protocol that are found; those that are not are told."""
+    """The datasets asked for, or all of the protocol that are found, with a note on each of the others."""
     if names is not None:
-        chosen = listed(names)
+        chosen = comma_separated(names)
         for name in chosen:
             bench.dataset(name)
         return chosen
@@ -150,8 +151,8 @@ def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
     return found
 
 
-def tell_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> None:
-    """What would run and how long it took the last time."""
+def print_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> None:
+    """Print what would run, and how long it took the last time."""
     times = [bench.last_seconds(run) for run in left]
     if as_json:
         for run, seconds in zip(left, times, strict=True):

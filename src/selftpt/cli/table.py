@@ -32,7 +32,7 @@ def command(
         typer.Option(help="new, base, harmonic, base-top5, base-ece (base-to-new), test (others), top5, ece (all)"),
     ] = None,
     paper: Annotated[Paper, typer.Option(help="rows of the paper: of the same methods, all, or none")] = Paper.same,
-    compare: Annotated[str | None, typer.Option(help="only these methods, with commas between them")] = None,
+    compare: Annotated[str | None, typer.Option(help="only these methods, separated by commas")] = None,
     format: Annotated[Format, typer.Option(help="how tables are written")] = Format.text,
     out: Annotated[Path | None, typer.Option(help="a file to write instead of standard output")] = None,
 ) -> None:
