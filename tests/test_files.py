@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from selftpt.files import (
     check_writable,
     digest,
     read_file,
+    read_header,
     read_tensors,
     write_tensors,
     write_whole,
@@ -65,12 +67,18 @@ def test_tensors_and_header_come_back(tmp_path: Path) -> None:
     header = {"names": ["Éléphant", "猫", "a\nb", '"{}"'], "scale": 14.3, "origin": {"seed": 1, "none": None}}
     write_tensors(file, "thing", tensors, header)
     found, back = read_tensors(file, "thing")
+    told = found.pop("tensors")
     assert found == {"format": FORMAT, "kind": "thing", **header}
+    assert {name: entry["shape"] for name, entry in told.items()} == {
+        name: list(tensor.shape) for name, tensor in tensors.items()
+    }
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor.detach())
-    assert read_file(file)[0] == found
+    assert read_file(file)[0] == read_header(file, "thing") == {**found, "tensors": told}
+    mapped = read_tensors(file, "thing", mapped=True)[1]
+    assert all(torch.equal(mapped[name], back[name]) for name in tensors)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -87,12 +95,21 @@ def test_half_characters(tmp_path: Path) -> None:
     assert read_file(tmp_path / "a")[0]["name"] == name
 
 
-def test_they_are_plain_safetensors(tmp_path: Path) -> None:
-    """Which anybody can read, and which run no code."""
-    write_tensors(tmp_path / "a", "thing", {"t": torch.arange(3)}, {"more": 1})
+def test_files_are_plain_safetensors_with_digests(tmp_path: Path) -> None:
+    """The library reads them, and anybody can verify them with it and a hash function."""
+    tensors = {"t": torch.arange(3), "half": torch.randn(3).half(), "byte": torch.arange(5).byte(), "u": torch.rand(2)}
+    write_tensors(tmp_path / "a", "thing", tensors, {"more": 1})
     with safetensors.safe_open(tmp_path / "a", framework="pt") as file:
-        assert json.loads(file.metadata()["selftpt"]) == {"format": FORMAT, "kind": "thing", "more": 1}
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "a")["t"], torch.arange(3))
+        metadata = file.metadata()
+    assert metadata.keys() == {"selftpt", "sha256"}
+    assert metadata["sha256"] == hashlib.sha256(metadata["selftpt"].encode()).hexdigest()
+    header = json.loads(metadata["selftpt"])
+    assert {key: header[key] for key in ("format", "kind", "more")} == {"format": FORMAT, "kind": "thing", "more": 1}
+    loaded = safetensors.torch.load_file(tmp_path / "a")
+    assert loaded.keys() == tensors.keys() == header["tensors"].keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(loaded[name], tensor)
+        assert header["tensors"][name]["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
 def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -253,7 +270,7 @@ def test_cut_short(written: Path, length: int) -> None:
     data = written.read_bytes()
     assert len(data) > 600
     written.write_bytes(data[:length])
-    refused(written, "not a file of selftpt, or it was cut short or damaged")
+    refused(written, "cut short")
 
 
 def test_too_long(written: Path) -> None:

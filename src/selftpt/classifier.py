@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from PIL import Image
@@ -19,12 +19,16 @@ from selftpt.data.decoding import ImageError, open_image, warn_of
 from selftpt.data.sources import find_images, is_place
 from selftpt.data.threads import in_threads
 from selftpt.errors import SelfTPTError
-from selftpt.files import read_tensors, write_tensors
-from selftpt.models import Model, ModelId, load_recorded_model
+from selftpt.files import Schema, read_tensors, write_tensors
+from selftpt.models import Model, ModelId, load_model
 from selftpt.names import check_names
 from selftpt.version import __version__
 
 Picture = str | os.PathLike[str] | Image.Image | Tensor
+SCHEMA = Schema(
+    header={"model": get_type_hints(ModelId), "meaningless": bool, "names": list, "scale": float, "origin": dict},
+    tensors={"weights": "C D"},
+)
 
 
 @dataclass(frozen=True)
@@ -72,21 +76,24 @@ class Classifier:
             "scale": self.scale,
             "origin": dict(self.origin),
         }
-        write_tensors(Path(path), "classifier", {"weights": self.weights}, header)
+        write_tensors(Path(path), "classifier", {"weights": self.weights}, header, SCHEMA)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Model | None = None) -> Classifier:
         """Read a classifier; without a model, the one it names is loaded when it is first needed."""
-        header, tensors = read_tensors(Path(path), "classifier")
+        header, tensors = read_tensors(Path(path), "classifier", SCHEMA)
+        weights, scale, model_id = tensors["weights"], header["scale"], ModelId(**header["model"])
         try:
-            model_id = ModelId(**header["model"])
-            names, scale, origin = tuple(header["names"]), header["scale"], header["origin"]
-            weights = tensors["weights"]
-        except (KeyError, TypeError) as error:
-            raise SelfTPTError(f"{path} is a classifier file with parts missing: {error}") from error
+            names = check_names(header["names"])
+            if len(names) != len(weights):
+                raise SelfTPTError(f"{len(names)} names for {len(weights)} class vectors")
+            if not scale > 0:
+                raise SelfTPTError(f"the scale must be above 0, not {scale}")
+        except SelfTPTError as error:
+            raise SelfTPTError(f"{path} is not a valid classifier file: {error}") from error
         if model is not None:
             model_id.check(model, f"the classifier {path}")
-        return cls(names, weights, scale, model_id, origin, model)
+        return cls(names, weights, scale, model_id, header["origin"], model)
 
     def probabilities(self, features: Tensor) -> Tensor:
         """Eq. 1: unit image features [..., D] to probabilities [..., C]."""

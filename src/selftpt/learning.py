@@ -62,7 +62,8 @@ def learn_from_features(
     generator = torch.Generator().manual_seed(config.seed)
     context = initial_context(model, config.length, config.words, generator)
     head = initial_head(model.dimension, config.hidden or model.dimension, config.projection, generator)
-    state = State.sgd([tensor.to(device) for tensor in (context, *head)], config)
+    parameters = [tensor.to(device) for tensor in (context, *head)]
+    state = State.sgd(parameters, config, remembers={"average": parameters[0]})
     lists = ClassLists(model, tokens, config)
 
     def step(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:

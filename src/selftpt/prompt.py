@@ -8,16 +8,21 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from selftpt.config import ContrastConfig
 from selftpt.errors import SelfTPTError
-from selftpt.files import read_tensors, write_tensors
+from selftpt.files import Schema, read_tensors, write_tensors
 from selftpt.losses import Head
 from selftpt.models import EMBEDDED_FILES, Model, ModelId
+
+SCHEMA = Schema(
+    header={"model": get_type_hints(ModelId), "meaningless": bool, "contrast": dict, "origin": dict},
+    tensors={"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "F"},
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -45,7 +50,7 @@ class Prompt:
             "contrast": dataclasses.asdict(self.contrast),
             "origin": dict(self.origin),
         }
-        write_tensors(Path(path), "prompt", {"context": self.context, **self.head._asdict()}, header)
+        write_tensors(Path(path), "prompt", {"context": self.context, **self.head._asdict()}, header, SCHEMA)
 
     @property
     def digest(self) -> str:
@@ -64,18 +69,13 @@ class Prompt:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Prompt:
         """Read a prompt from a file."""
-        header, tensors = read_tensors(Path(path), "prompt")
+        header, tensors = read_tensors(Path(path), "prompt", SCHEMA)
         try:
-            contrast = header["contrast"]
-            return cls(
-                tensors.pop("context"),
-                Head(**tensors),
-                ContrastConfig(**{**contrast, "views": tuple(contrast["views"])}),
-                ModelId(**header["model"]),
-                header["origin"],
-            )
-        except (KeyError, TypeError) as error:
-            raise SelfTPTError(f"{path} is a prompt file with parts missing: {error}") from error
+            contrast = ContrastConfig(**header["contrast"])
+        except (TypeError, SelfTPTError) as error:  # TypeError: an unknown field
+            raise SelfTPTError(f"{path} is not a valid prompt file: {error}") from error
+        context = tensors.pop("context")
+        return cls(context, Head(**tensors), contrast, ModelId(**header["model"]), header["origin"])
 
 
 def initial_context(model: Model, length: int, words: str, generator: torch.Generator) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,24 +18,32 @@ def command(
     """Show what is in a prompt or classifier file."""
     from selftpt.files import read_file
 
-    header, tensors = read_file(file)
-    header["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    header, _ = read_file(file)
+    verified = header["format"] > 1
+    header["tensors"] = {name: entry["shape"] for name, entry in header["tensors"].items()}
     if as_json:
-        print(json.dumps(header, ensure_ascii=False))
+        print(json.dumps({**header, "verified": verified}, ensure_ascii=False))
         return
-    origin, model = header.get("origin", {}), header.get("model")
+    origin, model = (_object(header.get(key)) for key in ("origin", "model"))
     print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {origin.get('selftpt', 'unknown')})")
+    print("digest: verified" if verified else "digest: none, as in every file of format 1; save it again to have one")
     if model:
-        weights = f" ({model['pretrained']})" if model["pretrained"] else ""
-        print(f"model: {model['name']}{weights}, digest {model['digest']}")
+        weights = f" ({model['pretrained']})" if model.get("pretrained") else ""
+        print(f"model: {model.get('name')}{weights}, digest {model.get('digest')}")
     if header.get("meaningless"):
         print("made with random weights: meaningless")
-    if names := header.get("names") or origin.get("classes"):
-        print(f"classes: {len(names)}: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}")
+    names = header.get("names") or origin.get("classes")
+    if isinstance(names, list):
+        print(f"classes: {len(names)}: {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}")
     if "pictures" in origin:
         print(f"learned from {origin['pictures']} pictures")
     for name, shape in header["tensors"].items():
         print(f"{name}: {' x '.join(map(str, shape))}")
-    for key, value in {**header.get("contrast", {}), **origin.get("settings", {})}.items():
+    for key, value in {**_object(header.get("contrast")), **_object(origin.get("settings"))}.items():
         if not isinstance(value, dict):
             print(f"{key}: {'none' if value is None else value}")
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A part of a header that is an object in the files of selftpt, empty if it is anything else."""
+    return value if isinstance(value, dict) else {}

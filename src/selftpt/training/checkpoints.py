@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.files import read_tensors, write_after, write_tensors
+from selftpt.files import Schema, read_tensors, set_aside, write_after, write_tensors
 from selftpt.training.state import State
+
+SCHEMA = Schema(header={"made_of": str, "epochs": int, "logged": int}, oldest=2)
 
 
 class RunFiles:
@@ -27,21 +29,43 @@ class RunFiles:
             self.log = out.with_name(out.name + ".log.jsonl")
             self.checkpoint = out.with_name(out.name + ".checkpoint")
 
-    def resume(self, state: State) -> int:
-        """Restore the state of a run of the same making; how many epochs it had done."""
-        if self.out is None or not os.path.exists(self.checkpoint):
+    def resume(self, state: State, epochs: int) -> int:
+        """Restore the state of an interrupted run.
+
+        A damaged checkpoint is set aside with a warning. With such a one, or that of another run, training starts from
+        the beginning.
+
+        Args:
+            state: Is restored, or not changed at all.
+            epochs: Of the whole run.
+
+        Returns:
+            The number of epochs that are done.
+        """
+        if self.out is None or not os.path.lexists(self.checkpoint):
             return 0
         try:
-            header, tensors = read_tensors(self.checkpoint, "checkpoint")
+            header, tensors = read_tensors(self.checkpoint, "checkpoint", SCHEMA)
+            if header["made_of"] != self.made_of:
+                text = f"learning from the start: {self.checkpoint} is of another run"
+                warnings.warn(text, SelfTPTWarning, stacklevel=3)
+                return 0
+            if not 1 <= header["epochs"] <= epochs:
+                raise ValueError(f"{header['epochs']} epochs of {epochs} are done")
+            if not 0 <= header["logged"] <= (size := self._log_size()):
+                raise ValueError(f"{header['logged']} bytes were logged, and {self.log} has {size}")
+            state.restore(tensors)
         except SelfTPTError as error:
-            warnings.warn(f"learning from the start: {error}", SelfTPTWarning, stacklevel=3)
+            set_aside(self.checkpoint, f"learning from the start: {error}")
             return 0
-        if header["made_of"] != self.made_of:
-            warnings.warn(f"learning from the start: {self.checkpoint} is of another run", SelfTPTWarning, stacklevel=3)
+        except ValueError as error:
+            set_aside(self.checkpoint, f"learning from the start: {self.checkpoint} is not a valid checkpoint: {error}")
             return 0
-        state.restore(tensors)
         self.logged = header["logged"]
         return int(header["epochs"])
+
+    def _log_size(self) -> int:
+        return self.log.stat().st_size if self.log.is_file() else 0
 
     def keep(self, state: State, epochs: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """After an epoch: its log and a checkpoint."""

@@ -45,7 +45,7 @@ def train(
     the state's parameters. rate: the learning rate of an epoch, which is all of it; a group of the optimizer may have
     one of its own, called "rate".
     """
-    first = files.resume(state)
+    first = files.resume(state, config.epochs)
     steps = len(batches(count, config, 0))
     with Bar("learning", steps * config.epochs, done=steps * first) as bar:
         for epoch in range(first, config.epochs):

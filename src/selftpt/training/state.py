@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,19 +14,29 @@ from selftpt.config import TrainConfig
 
 @dataclass
 class State:
-    """All that changes while learning: what the optimizer updates, its own memory, and what else a step remembers."""
+    """All that changes while training.
+
+    Args:
+        parameters: What the optimizer updates.
+        optimizer: Has a state of its own after the first step.
+        memory: What else a step leaves for the next one, empty before the first step.
+        remembers: A tensor of the same shape and data type as each entry that `memory` will have.
+    """
 
     parameters: Sequence[Tensor]
     optimizer: torch.optim.Optimizer
     memory: dict[str, Tensor] = field(default_factory=dict)
+    remembers: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def sgd(cls, parameters: Sequence[Tensor], config: TrainConfig) -> State:
-        """Parameters descended by the settings' SGD."""
-        return cls(
-            parameters,
-            torch.optim.SGD(list(parameters), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay),
+    def sgd(
+        cls, parameters: Sequence[Tensor], config: TrainConfig, remembers: Mapping[str, Tensor] | None = None
+    ) -> State:
+        """Parameters that are updated by SGD as configured."""
+        optimizer = torch.optim.SGD(
+            list(parameters), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
+        return cls(parameters, optimizer, remembers=remembers or {})
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, by name."""
@@ -39,7 +50,17 @@ class State:
         return named | {f"memory.{key}": value for key, value in self.memory.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Back to what `tensors()` gave."""
+        """Go back to what `tensors()` gave after a step or more.
+
+        Raises:
+            ValueError: These are not the tensors of such a state; nothing was changed.
+        """
+        wanted = self._after_a_step()
+        if tensors.keys() != wanted.keys():
+            raise ValueError("its tensors are not those of this run")
+        for name, tensor in tensors.items():
+            if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
+                raise ValueError(f"{name} must be {_described(wanted[name])}, not {_described(tensor)}")
         device = self.parameters[0].device
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
@@ -50,3 +71,15 @@ class State:
                 self.optimizer.state[self.parameters[int(i)]][key] = tensor.to("cpu" if key == "step" else device)
             else:
                 self.memory[rest] = tensor.to(device)
+
+    def _after_a_step(self) -> dict[str, Tensor]:
+        """Tensors of the names, shapes and data types that `tensors()` gives after a step."""
+        parameters, optimizer = copy.deepcopy((list(self.parameters), self.optimizer))
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        return State(parameters, optimizer, dict(self.remembers)).tensors()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
