@@ -1,29 +1,17 @@
 """Mutation fuzz of image files: each is an RGB image of its declared size or is refused in one line.
 
-`python -m tests.fuzz_images --n 5000 --seed 1`. A worker process opens every file with `open_image` and classifies it;
-the parent watches its time, its memory and what it writes to stderr. A case is repeated with its seed and number:
-`--n 1 --seed 1 --first 1234 --keep folder` also keeps its file.
+`python -m tests.fuzz --kind images --n 5000 --seed 1`. Every file is opened with `open_image` and classified, within a
+limit of memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
 import random
 import re
-import resource
-import select
 import struct
-import subprocess
-import sys
-import tempfile
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +19,12 @@ import numpy as np
 from PIL import Image, features
 
 from tests import pictures
+from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, place, remove, repeat, same
 
-SECONDS = 60  # for one image, on a busy machine
 REFUSED_MB = 1000  # memory that a refused image may take
 ACCEPTED_MB, BYTES_PER_PIXEL = 300, 24  # an accepted one, beside that
 FORMATS = {"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"}
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # libtiff reports damage on stderr, which only it can change
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a campaign found; `failures` has one line per failed case."""
-
-    cases: int
-    seed: int
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    peak_mb: dict[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.most_common())
-        peaks = ", ".join(f"{peak:.0f} MB for {outcome}" for outcome, peak in self.peak_mb.items())
-        head = f"{self.cases} images, seed {self.seed}: {outcomes}; peak memory {peaks}; {len(self.failures)} failures"
-        return "\n".join([head, *self.failures])
 
 
 # Valid images
@@ -153,22 +124,6 @@ NUMBERS = (
 )
 
 
-def place(rng: random.Random, data: bytes) -> int:
-    """Mostly in the header or, for TIFF, the directory at the end."""
-    end = len(data)
-    return min(
-        rng.choice([rng.randrange(32), rng.randrange(128), end - 1 - rng.randrange(min(end, 300)), rng.randrange(end)]),
-        end - 1,
-    )
-
-
-def flip(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    changed = bytearray(data)
-    for _ in range(rng.choice([1, 1, 2, 4, 16])):
-        changed[place(rng, data)] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
 def number(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
     """Dimensions, tile sizes, bit depths, compressions, counts, offsets: any field may be hit."""
     changed = bytearray(data)
@@ -236,35 +191,6 @@ def tags(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
     return directory(rng, data, chosen, [rng.choice([*NUMBERS, 5, 6, 32773, 50000, 34712]) for _ in chosen])
 
 
-def cut(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    return data[: rng.randrange(len(data))]
-
-
-def repeat(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    start, length = place(rng, data), rng.randrange(1, 400)
-    return data[:start] + data[start : start + length] * rng.choice([2, 3, 1000]) + data[start + length :]
-
-
-def remove(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    start = place(rng, data)
-    return data[:start] + data[start + rng.randrange(1, 200) :]
-
-
-def noise(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    """A valid start, then anything."""
-    return data[: rng.choice([4, 8, 16, 32, 64])] + rng.randbytes(rng.randrange(3000))
-
-
-def join(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
-    """Two files in one: one after the other, or the start of one with the rest of the other."""
-    other, at = rng.choice(others), rng.choice([4, 12, 16, 30, 100])
-    return data + other if rng.random() < 0.5 else data[:at] + other[at:]
-
-
-def same(_: random.Random, data: bytes, __: list[bytes]) -> bytes:
-    return data
-
-
 MUTATIONS: list[Callable[[random.Random, bytes, list[bytes]], bytes]] = [
     *(flip, number, number, dimensions, dimensions, tags, tags, cut, repeat, remove, noise, join, same),
 ]
@@ -282,67 +208,48 @@ def checksums(data: bytes) -> bytes:
     return bytes(changed)
 
 
-def case(
-    index: int, seed: int, valid: list[tuple[str, bytes, tuple[int, int]]]
-) -> tuple[str, bytes, tuple[int, int] | None]:
-    """What was done, the file, and its size if nothing was done."""
-    rng = random.Random(f"{seed} {index}")
-    name, data, size = rng.choice(valid)
-    others, done = [other for _, other, _ in valid], []
-    for mutate in rng.choices(MUTATIONS, k=rng.choice([1, 1, 1, 2, 3])):
-        if data:
-            data, done = mutate(rng, data, others), [*done, mutate.__name__]
-    if rng.random() < 0.7:
-        data = checksums(data)
-    return f"{name}: {', '.join(done)}", data, size if set(done) == {"same"} and size[0] else None
+def cases(_: Path) -> Callable[[random.Random], Case]:
+    """Mutated images; the size is expected of one to which nothing was done."""
+    valid = list(samples())
+    others = [data for _, data, _ in valid]
+
+    def make(rng: random.Random) -> Case:
+        name, data, size = rng.choice(valid)
+        done: list[str] = []
+        for mutate in rng.choices(MUTATIONS, k=rng.choice([1, 1, 1, 2, 3])):
+            if data:
+                data, done = mutate(rng, data, others), [*done, mutate.__name__]
+        if rng.random() < 0.7:
+            data = checksums(data)
+        unchanged = set(done) == {"same"} and size[0]
+        return Case(f"{name}: {', '.join(done)}", "jpg", data, size if unchanged else None)
+
+    return make
 
 
-# The worker
-
-
-def memory(name: str) -> float:
-    """A line of /proc/self/status in MB; 0 where there is none."""
-    try:
-        found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
-    except OSError:
-        return 0
-    return int(found[1]) / 1024 if found else 0
-
-
-def reset_peak() -> None:
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def work() -> None:
-    """Answer every path on stdin with a line of JSON on stdout."""
+def work(_: Path) -> Callable[[Path], Answer]:
+    """Open and classify an image."""
     import torch
 
     from selftpt import Classifier, load_model
     from selftpt.data.decoding import ImageError, open_image
 
-    torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, hard))
     model = load_model("selftpt-tiny")
     weights = torch.nn.functional.normalize(torch.ones(2, model.dimension), dim=-1)
     classifier = Classifier(("a", "b"), weights, 1.0, model.id, {}, model)
     list(classifier.predict([pictures.noise(0)]))
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        path, answer = line.rstrip("\n"), dict[str, Any]()
-        before = memory("VmRSS")
-        reset_peak()
-        try:
-            image = open_image(path)
-            answer |= {"outcome": "accepted", "mode": image.mode, "size": image.size}
-            del image
-        except ImageError as error:
-            answer |= {"outcome": "refused", "text": str(error)}
-        except BaseException as error:
-            answer |= {"outcome": "failed", "text": repr(error)}
-        answer["mb"] = memory("VmHWM") - before
+
+    def use(path: Path) -> Answer:
+        answer = Answer()
+        with measured(answer):
+            try:
+                image = open_image(path)
+                answer |= {"outcome": "accepted", "mode": image.mode, "size": image.size}
+                del image
+            except ImageError as error:
+                answer |= {"outcome": "refused", "text": str(error)}
+            except BaseException as error:
+                answer |= {"outcome": "failed", "text": repr(error)}
         if answer["outcome"] == "accepted":
             answer["declared"] = declared(path)
         errors: list[ImageError] = []
@@ -351,10 +258,12 @@ def work() -> None:
             answer |= {"predictions": len(predictions), "errors": [str(error) for error in errors]}
         except BaseException as error:
             answer |= {"outcome": "failed", "text": f"predict: {error!r}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        return answer
+
+    return use
 
 
-def declared(path: str) -> tuple[str | None, tuple[int, int]]:
+def declared(path: Path) -> tuple[str | None, tuple[int, int]]:
     """The format and size that Pillow reads in the file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -362,54 +271,9 @@ def declared(path: str) -> tuple[str | None, tuple[int, int]]:
             return image.format, image.size
 
 
-class Worker:
-    """The process that opens the images, started again after one that it does not survive."""
-
-    def __init__(self, folder: Path) -> None:
-        self.errors = folder / "stderr"
-        self.start()
-
-    def start(self) -> None:
-        with self.errors.open("wb") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fuzz_images", "--worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        if self.answer(600) != b"ready\n":
-            raise RuntimeError(f"the worker does not start: {self.errors.read_text()}")
-        self.read = self.errors.stat().st_size
-
-    def answer(self, seconds: float) -> bytes | None:
-        """A line, empty if the process ended, None if it did not answer in time."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        return self.process.stdout.readline() if ready else None
-
-    def ask(self, path: Path) -> tuple[dict[str, Any], str]:
-        """The answer to one image and what was written to stderr."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{path}\n".encode())
-        self.process.stdin.flush()
-        line = self.answer(SECONDS)
-        said = self.errors.read_bytes()[self.read :].decode(errors="replace")
-        self.read += len(said.encode())
-        if line:
-            return json.loads(line), said
-        text = f"no answer in {SECONDS} seconds" if line is None else "the process ended"
-        self.stop()
-        self.start()
-        return {"outcome": "failed", "text": text}, said
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def judge(answer: dict[str, Any], said: str, path: Path, data: bytes, size: tuple[int, int] | None) -> str | None:
+def judge(case: Case, path: Path, answer: Answer, said: str) -> str | None:
     """What is wrong with an answer, None if nothing is."""
+    data, size = case.data, case.expected
     if answer["outcome"] == "failed":
         return str(answer["text"])
     if said and not data.startswith(TIFF):
@@ -435,56 +299,3 @@ def judge(answer: dict[str, Any], said: str, path: Path, data: bytes, size: tupl
         return f"predict differs: {answer}"
     allowed = ACCEPTED_MB + width * height * BYTES_PER_PIXEL / 1e6
     return f"{answer['mb']:.0f} MB for {width} x {height} pixels" if answer["mb"] > allowed else None
-
-
-def run(n: int, seed: int, first: int = 0, keep: Path | None = None) -> Report:
-    """Open `n` mutated images.
-
-    Args:
-        n: The number of cases.
-        seed: Decides the cases together with their numbers.
-        first: The number of the first case.
-        keep: Folder in which the files of failed cases are kept.
-    """
-    report, valid = Report(n, seed), list(samples())
-    with tempfile.TemporaryDirectory() as folder:
-        worker = Worker(Path(folder))
-        try:
-            for index in range(first, first + n):
-                name, data, size = case(index, seed, valid)
-                path = Path(folder, f"{index}.jpg")
-                path.write_bytes(data)
-                answer, said = worker.ask(path)
-                wrong = judge(answer, said, path, data, size)
-                outcome = "failed" if wrong else answer["outcome"]
-                report.outcomes[outcome] += 1
-                report.peak_mb[outcome] = max(report.peak_mb.get(outcome, 0), answer.get("mb", 0))
-                if wrong:
-                    report.failures.append(f"case {index} ({name}): {wrong}")
-                    if keep:
-                        keep.mkdir(parents=True, exist_ok=True)
-                        (keep / f"{seed}-{index}").write_bytes(data)
-                path.unlink()
-        finally:
-            worker.stop()
-    return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--keep", type=Path, help="folder for the files of failed cases")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work()
-        return
-    report = run(options.n, options.seed, options.first, options.keep)
-    print(report)
-    sys.exit(1 if report.failures else 0)
-
-
-if __name__ == "__main__":
-    main()

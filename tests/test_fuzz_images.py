@@ -1,4 +1,4 @@
-"""A few hundred mutated images; `python -m tests.fuzz_images --n 5000` runs a campaign."""
+"""A few hundred mutated images; `python -m tests.fuzz --kind images --n 5000` runs a campaign."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from selftpt.data.decoding import open_image
-from tests.fuzz_images import run, samples
+from tests.fuzz import run
+from tests.fuzz_images import samples
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory cannot be measured here")
 def test_mutated_images_are_decoded_or_refused_in_one_line() -> None:
     seed = int(os.environ.get("SELFTPT_FUZZ_SEED", "0"))
-    report = run(200, seed)
+    report = run("images", 200, seed)
     print(report)
     assert not report.failures, f"SELFTPT_FUZZ_SEED={seed}\n{report}"
 

@@ -1,0 +1,495 @@
+"""Mutation fuzz of the files that selftpt writes: none is used wrongly, and none ends in a traceback.
+
+`python -m tests.fuzz --kind files --n 5000 --seed 1`. A mutated file is refused in one line, set aside with a warning
+after which the answer is that without the file, or gives the same answer as before. A file whose digests were made
+again after the change, as an attacker would do, may give another answer.
+
+Another kind of file is a row in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import struct
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, remove, repeat, same
+
+LIMIT_MB = 1000  # memory that a file may take: those that are mutated are small
+NAMES = ["red fox", "blue whale", "kite"]
+
+
+# The kinds of files
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file.
+
+    Args:
+        make: Writes a valid file, with all that belongs to it, to an empty folder, and returns its path.
+        use: What the program makes of the file, as JSON.
+        recovers: Whether the program must be able to go on without the file.
+        accepts: Whether the answer to a damaged file will do, where it need not be the same as before.
+    """
+
+    make: Callable[[Path], Path]
+    use: Callable[[Path], Any]
+    recovers: bool = False
+    accepts: Callable[[Any, Any], bool] = lambda found, wanted: bool(found == wanted)
+
+
+def make_prompt(folder: Path) -> Path:
+    import torch
+
+    from selftpt import Prompt
+    from selftpt.config import ContrastConfig
+    from selftpt.prompt import initial_head
+    from tests.small import model, random_prompt, small
+
+    head = initial_head(model().dimension, 6, 5, torch.Generator().manual_seed(3))
+    origin = {"stage": "learn", "settings": {"length": 4, "lr": 0.002}, "classes": NAMES, "pictures": 9}
+    path = folder / "prompt.safetensors"
+    Prompt(random_prompt(small("vit"), 4), head, ContrastConfig(), model().id, origin).save(path)
+    return path
+
+
+def use_prompt(path: Path) -> Any:
+    from selftpt import AdaptConfig, Prompt, adapt
+    from tests.small import model
+
+    prompt = Prompt.load(path)
+    return [prompt.digest, prompt.origin, bits(adapt(model(), prompt, NAMES, AdaptConfig(steps=1)).weights)]
+
+
+def inspect(path: Path) -> str:
+    import contextlib
+    import io
+
+    from selftpt.cli.inspect import command
+
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        command(path, as_json=False)
+        command(path, as_json=True)
+    return told.getvalue()
+
+
+def make_classifier(folder: Path) -> Path:
+    from selftpt.adaptation import zero_shot
+    from tests.small import model
+
+    path = folder / "classifier.safetensors"
+    zero_shot(model(), NAMES).save(path)
+    return path
+
+
+def use_classifier(path: Path) -> Any:
+    import torch
+
+    from selftpt import Classifier
+    from tests.small import model
+
+    classifier = Classifier.load(path, model())
+    features = torch.eye(model().dimension)[:3]
+    return [classifier.names, classifier.scale, dict(classifier.origin), bits(classifier.probabilities(features))]
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """The checkpoint of a run that was interrupted after the first of two epochs, and its log."""
+    from selftpt.training import RunFiles
+
+    class Stopped(Exception):  # noqa: N818
+        pass
+
+    keep = RunFiles.keep
+
+    def stop(self: RunFiles, *rest: Any) -> None:
+        keep(self, *rest)
+        raise Stopped
+
+    try:
+        RunFiles.keep = stop  # type: ignore[method-assign]
+        use_checkpoint(folder / "prompt.checkpoint")
+    except Stopped:
+        pass
+    finally:
+        RunFiles.keep = keep  # type: ignore[method-assign]
+    return folder / "prompt.checkpoint"
+
+
+def use_checkpoint(path: Path) -> Any:
+    import torch
+
+    from selftpt import LearnConfig
+    from selftpt.learning import learn_from_features
+    from selftpt.models.tokenizer import class_tokens
+    from tests.small import model
+
+    config, out = LearnConfig(epochs=2, length=2, hidden=6, projection=5), path.with_suffix("")
+    tokens = class_tokens(model().text.tokenizer, NAMES, config.length, config.contrast)
+    drawn = torch.randn(6, 2, model().dimension, generator=torch.Generator().manual_seed(0))
+    features, labels = torch.nn.functional.normalize(drawn, dim=-1), torch.arange(6) % len(NAMES)
+    prompt = learn_from_features(model(), tokens, features, labels, config, out)
+    return [prompt.digest, out.with_name("prompt.log.jsonl").read_text()]
+
+
+def make_features(folder: Path) -> Path:
+    from tests import pictures
+
+    pictures.noises(folder / "images", 3)
+    use_features(folder / "cache" / "features" / "any" / "shard")
+    (shard,) = (folder / "cache").rglob("*.safetensors")
+    return shard
+
+
+def use_features(path: Path) -> Any:
+    from selftpt.data.features import FeatureStore, ViewSpec
+    from tests.small import model
+
+    os.environ["SELFTPT_CACHE"] = str(path.parents[2])
+    images = sorted((path.parents[3] / "images").iterdir())
+    return bits(FeatureStore(model(), ViewSpec())(images))
+
+
+def make_records(folder: Path) -> Path:
+    from selftpt.evaluation.runs import Runs
+
+    model = {"name": "selftpt-tiny", "pretrained": None, "digest": "fedcba9876543210"}
+    runs = Runs(folder)
+    for seed in (1, 2, 3):
+        runs.add(
+            {
+                "key": f"run {seed}",
+                "protocol": "cross-dataset",
+                "method": "self-tpt",
+                "dataset": "dtd",
+                "seed": seed,
+                "model": model,
+                "data": {"published": True, "limit": None, "unreadable": 0},
+                "source": None,
+                "settings": {"adapt": {"lr": 0.1, "steps": 10}, "learn": {"seed": seed}},
+                "meaningless": False,
+                "results": {"test": {"top1": 40.0 + seed, "top5": 70.0, "ece": 5.5, "pictures": 1692, "classes": 47}},
+            }
+        )
+    return runs.file
+
+
+def use_records(path: Path) -> Any:
+    from selftpt.evaluation.runs import Runs
+
+    return Runs(path.parent).records
+
+
+def some_of(found: Any, wanted: Any) -> bool:
+    """A line that is lost as a whole, or is there twice, cannot be noticed."""
+    return all(record in wanted for record in found)
+
+
+KINDS = {
+    "prompt": FileKind(make_prompt, use_prompt),
+    "inspected": FileKind(make_prompt, inspect),
+    "classifier": FileKind(make_classifier, use_classifier),
+    "checkpoint": FileKind(make_checkpoint, use_checkpoint, recovers=True),
+    "features": FileKind(make_features, use_features, recovers=True),
+    "records": FileKind(make_records, use_records, accepts=some_of),
+}
+
+
+def bits(tensor: Any) -> str:
+    return hashlib.sha256(str(tensor.shape).encode() + tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+# Mutations of what is inside a safetensors file; the others are in tests.fuzz
+
+TEXTS = {  # of JSON that `json.dumps` does not write
+    "@huge": "9" * 6000,
+    "@long": "9" * 400,
+    "@infinite": "1e999",
+    "@deep": "[" * 50_000 + "]" * 50_000,
+    "@nested": '{"a": ' * 40 + "1" + "}" * 40,
+    "@twice": '{"a": 1, "a": 2}',
+    "@surrogate": '"\\ud800"',
+}
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3, 2**31, 2**63, 2**64, -(2**63), 0.0, 0.5, 1e-300, 1e300, float("nan")),
+    *(float("inf"), "", "a", "a\nb", "\0", "x" * 5000, "F32", "F16", "F64", "BOOL", "prompt", "classifier", [], {}),
+    *([[]], [None], [1], {"a": 1}, ["a", "b"], [1, 2, 3, 4], [0, 2**62], *TEXTS),
+]
+
+
+def dumps(value: Any) -> str:
+    text = json.dumps(value)
+    for key, replacement in TEXTS.items():
+        text = text.replace(f'"{key}"', replacement)
+    return text
+
+
+def edit(rng: random.Random, value: Any) -> None:
+    """Change, remove, rename, exchange or add an entry somewhere in a value of JSON."""
+    places: list[tuple[Any, Any]] = []
+    waiting = [value]
+    while waiting:
+        inner = waiting.pop()
+        keys = list(inner) if isinstance(inner, dict) else range(len(inner))
+        places += [(inner, key) for key in keys]
+        waiting += [inner[key] for key in keys if isinstance(inner[key], dict | list)]
+    where, key = rng.choice(places)
+    action = rng.choice(["change", "change", "change", "remove", "rename", "exchange", "add", "count"])
+    other = rng.choice(list(where) if isinstance(where, dict) else range(len(where)))
+    if action == "remove":
+        del where[key]
+    elif action == "exchange":
+        where[key], where[other] = where[other], where[key]
+    elif action == "add" or (action == "rename" and isinstance(where, list)):
+        where.update({"unknown": 1}) if isinstance(where, dict) else where.append(rng.choice(VALUES))
+    elif action == "rename":
+        where[rng.choice([f"{key}x", "a", other])] = where.pop(key)
+    elif action == "count" and isinstance(where[key], int | float):
+        where[key] = rng.choice([-1, 0, 1, where[key] + 1, where[key] * 2, where[key] - 1])
+    else:
+        where[key] = rng.choice(VALUES)
+
+
+@dataclass
+class Parts:
+    """A safetensors file as it is changed."""
+
+    layout: dict[str, Any]
+    header: dict[str, Any]
+    digest: str
+    body: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> Parts:
+        (length,) = struct.unpack_from("<Q", data)
+        layout = json.loads(data[8 : 8 + length])
+        metadata = layout.pop("__metadata__")
+        return cls(layout, json.loads(metadata["selftpt"]), metadata["sha256"], data[8 + length :])
+
+    def signed(self) -> None:
+        """Let the header have what the layout and the data say, where they say something."""
+        for name, entry in self.layout.items():
+            try:
+                start, stop = entry["data_offsets"]
+                told = {"dtype": entry["dtype"], "shape": entry["shape"]}
+                self.header["tensors"][name] = {**told, "sha256": sha256(self.body[start:stop])}
+            except (TypeError, KeyError, ValueError):
+                continue
+        if isinstance(self.header.get("tensors"), dict):
+            self.header["tensors"] = {name: self.header["tensors"].get(name) for name in self.layout}
+        self.digest = sha256(dumps(self.header).encode())
+
+    def join(self) -> bytes:
+        text = dumps(self.header)
+        head = dumps({"__metadata__": {"selftpt": text, "sha256": self.digest}, **self.layout}).encode()
+        head += b" " * (-len(head) % 8)
+        return struct.pack("<Q", len(head)) + head + self.body
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def edit_header(rng: random.Random, parts: Parts) -> None:
+    for _ in range(rng.choice([1, 1, 2])):
+        edit(rng, parts.header)
+
+
+def edit_layout(rng: random.Random, parts: Parts) -> None:
+    edit(rng, parts.layout)
+
+
+def edit_numbers(rng: random.Random, parts: Parts) -> None:
+    """Some numbers of the tensors."""
+    body = bytearray(parts.body)
+    for _ in range(rng.choice([1, 3, 100])):
+        at = rng.randrange(len(body) // 4) * 4
+        body[at : at + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf"), 3e38, -3e38, 0.0, 1e-40, 1.0]))
+    parts.body = bytes(body)
+
+
+def edit_shapes(rng: random.Random, parts: Parts) -> None:
+    """Other shapes or data types of as many bytes; the tensors of a file may no longer fit each other."""
+    name = rng.choice(list(parts.layout))
+    entry = parts.layout[name]
+    entry["shape"] = rng.choice([entry["shape"][::-1], [1, *entry["shape"]], [*entry["shape"], 1], entry["shape"][1:]])
+    if rng.random() < 0.3:
+        entry["dtype"] = rng.choice(["I32", "F16", "F64", "U8", "BOOL"])
+
+
+def exchange_tensors(rng: random.Random, parts: Parts) -> None:
+    first, second = (rng.choice(list(parts.layout)) for _ in range(2))
+    parts.layout[first], parts.layout[second] = parts.layout[second], parts.layout[first]
+
+
+def shrink_tensor(rng: random.Random, parts: Parts) -> None:
+    """Take some rows of a tensor away, or have them twice, consistently."""
+    name = rng.choice(list(parts.layout))
+    entry = parts.layout[name]
+    start, stop = entry["data_offsets"]
+    if not entry["shape"] or not entry["shape"][0]:
+        return
+    row = (stop - start) // entry["shape"][0]
+    rows = rng.choice([0, 1, entry["shape"][0] - 1, 2 * entry["shape"][0]])
+    fresh = (parts.body[start:stop] * 2)[: rows * row]
+    parts.body = parts.body[:start] + fresh + parts.body[stop:]
+    entry["shape"] = [rows, *entry["shape"][1:]]
+    for other in parts.layout.values():
+        other["data_offsets"] = [at + len(fresh) - (stop - start) * (at >= stop) if at >= stop else at
+                                 for at in other["data_offsets"]]  # fmt: skip
+
+
+def unsign(_: random.Random, parts: Parts) -> None:
+    """As a file of format 1, which has no digests; half done."""
+    parts.header["format"] = 1
+
+
+def other_kind(rng: random.Random, parts: Parts) -> None:
+    parts.header["kind"] = rng.choice(["prompt", "classifier", "checkpoint", "features", "a\nb", 3])
+
+
+INNER = [
+    *(edit_header, edit_header, edit_header, edit_layout, edit_layout, edit_numbers, edit_shapes, exchange_tensors),
+    *(shrink_tensor, unsign, other_kind),
+]
+OUTER = [flip, flip, cut, repeat, remove, noise, join, same]
+
+
+def edit_line(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
+    """Change a value in a line of JSON."""
+    lines = data.split(b"\n")
+    at = rng.randrange(max(1, len(lines) - 1))
+    try:
+        record = json.loads(lines[at])
+    except (ValueError, RecursionError):
+        return data
+    if isinstance(record, dict) and record:
+        edit(rng, record)
+        lines[at] = dumps(record).encode()
+    return b"\n".join(lines)
+
+
+# What the harness needs
+
+
+def folders(folder: Path) -> dict[str, Path]:
+    """The file of each kind, made in a folder of its own unless it is there from an earlier worker."""
+    made = {}
+    for name, kind in KINDS.items():
+        own, note = folder / name, folder / f"{name}.path"
+        if not note.exists():
+            shutil.rmtree(own, ignore_errors=True)
+            own.mkdir()
+            note.write_text(str(kind.make(own)))
+        made[name] = Path(note.read_text())
+    return made
+
+
+def cases(folder: Path) -> Callable[[random.Random], Case]:
+    """Mutated files; what is expected is whether nothing was done, or whether digests were made again."""
+    valid = {name: path.read_bytes() for name, path in folders(folder).items()}
+
+    def make(rng: random.Random) -> Case:
+        kind = rng.choice(list(KINDS))
+        data, done, signed = valid[kind], list[str](), False
+        others = list(valid.values())
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            if not data:
+                break
+            if rng.random() < 0.5:
+                mutate = rng.choice(OUTER)
+                data = mutate(rng, data, others)
+                done.append(mutate.__name__)
+            elif kind == "records":
+                data = edit_line(rng, data, others)
+                done.append("edit_line")
+            else:
+                change, sign = rng.choice(INNER), rng.random() < 0.6
+                try:
+                    parts = Parts.of(data)
+                    change(rng, parts)
+                    if sign:
+                        parts.signed()
+                    data, signed = parts.join(), signed or sign
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError):
+                    continue  # damaged before in such a way that there is nothing to edit
+                done.append(f"{change.__name__}{', signed' if sign else ''}")
+        expected = "signed" if signed else "unchanged" if data == valid[kind] else "damaged"
+        return Case(f"{kind}: {', '.join(done)}", kind, data, expected)
+
+    return make
+
+
+def work(folder: Path) -> Callable[[Path], Answer]:
+    """Put a file in the place of the valid one of its kind, and use it."""
+    from selftpt.errors import SelfTPTError, SelfTPTWarning
+
+    made = folders(folder)
+    snapshots = {
+        name: {path: path.read_bytes() for path in (folder / name).rglob("*") if path.is_file()} for name in KINDS
+    }
+
+    def restore(name: str) -> None:
+        for path in (folder / name).rglob("*"):
+            if path.is_file() and path not in snapshots[name]:
+                path.unlink()
+        for path, data in snapshots[name].items():
+            if not path.is_file() or path.read_bytes() != data:
+                path.write_bytes(data)
+
+    wanted = {}
+    for name, kind in KINDS.items():
+        wanted[name] = json.dumps(kind.use(made[name]))
+        restore(name)
+
+    def use(path: Path) -> Answer:
+        name = path.suffix[1:]
+        kind, answer, told = KINDS[name], Answer(), list[str]()
+        restore(name)
+        made[name].write_bytes(path.read_bytes())
+        with measured(answer), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = json.dumps(kind.use(made[name]))
+                told = [str(one.message) for one in caught if issubclass(one.category, SelfTPTWarning)]
+                if found == wanted[name] or kind.accepts(json.loads(found), json.loads(wanted[name])):
+                    answer |= {"outcome": "recovered" if told else "unchanged"}
+                else:
+                    answer |= {"outcome": "changed", "text": f"{found[:200]}, warnings: {told}"}
+            except SelfTPTError as error:
+                answer |= {"outcome": "refused", "text": str(error)}
+            except BaseException:
+                answer |= {"outcome": "failed", "text": traceback.format_exc()[-600:]}
+        return {**answer, "told": told}
+
+    return use
+
+
+def judge(case: Case, path: Path, answer: Answer, said: str) -> str | None:
+    """What is wrong with an answer, None if nothing is."""
+    outcome, kind = answer["outcome"], KINDS[case.file]
+    if outcome == "failed" or said:
+        return f"{answer.get('text')} {said[-300:]}"
+    if answer["mb"] > LIMIT_MB:
+        return f"{answer['mb']:.0f} MB"
+    for line in [answer.get("text", ""), *answer["told"]]:
+        if outcome != "changed" and not line.isprintable():
+            return f"not one line: {line!r}"
+    if case.expected == "unchanged":
+        return None if outcome == "unchanged" else f"a valid file: {answer}"
+    if case.expected == "damaged" and outcome == "changed":
+        return f"another answer: {answer['text']}"
+    if case.expected == "damaged" and outcome == "refused" and kind.recovers:
+        return f"not recovered: {answer['text']}"
+    return None
