@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 from selftpt import AdaptConfig, Prompt, SelfTPTError, SelfTPTWarning, adapt
 from selftpt.config import VIEWS, ContrastConfig
+from selftpt.files import read_file, write_tensors
 from selftpt.prompt import initial_head
 from tests.oracle import plain
 from tests.small import model, random_prompt, small
@@ -113,10 +116,67 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
         AdaptConfig(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_adapt_in_a_callers_grad_mode(mode: type) -> None:
-    names = ["cat", "dog", "red kite"]
-    wanted = adapt(model(), prompt(), names, AdaptConfig(steps=2))
-    with mode():
-        found = adapt(model(), prompt(), names, AdaptConfig(steps=2))
-    assert torch.equal(found.weights, wanted.weights)
+# Files
+
+
+@pytest.mark.parametrize(
+    ("header", "tensors", "words"),
+    [
+        ({"contrast": {"views": ["end", "front"], "more": 1}}, {}, "unexpected keyword argument 'more'"),
+        ({"contrast": {"views": "end"}}, {}, "ContrastConfig.views must be a list"),
+        ({"contrast": {"temperature": 0}}, {}, "ContrastConfig.temperature must be a number above 0"),
+        ({"contrast": []}, {}, "contrast must be an object"),
+        ({"meaningless": 1}, {}, "meaningless must be"),
+        ({"origin": None}, {}, "origin must be an object"),
+        ({"model": None}, {}, "model must be an object"),
+        ({"more": 1}, {}, "unknown entry, 'more'"),
+        ({}, {"w3": torch.zeros(1)}, "its tensors must be context, w1, b1, w2, b2"),
+        ({}, {"context": torch.zeros(4)}, "the shape of context must be M d, not [4]"),
+        ({}, {"context": torch.zeros(0, 32)}, "the shape of context must be M d"),
+        ({}, {"b1": torch.zeros(23)}, "the shape of b1 must be E with E = 24"),
+        ({}, {"w2": torch.zeros(12, 23)}, "the shape of w2 must be F E with F = 12, E = 24"),
+        ({}, {"b2": torch.zeros(12, 1)}, "the shape of b2 must be F"),
+        ({}, {"b2": torch.zeros(12).int()}, "float32, not of int32"),
+        ({}, {"b2": torch.full((12,), float("inf"))}, "not finite"),
+    ],
+)
+def test_a_signed_prompt_with_wrong_content_is_refused_in_one_line(
+    tmp_path: Path, header: dict[str, Any], tensors: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "p.safetensors"
+    prompt().save(file)
+    found, kept = read_file(file)
+    write_tensors(file, "prompt", {**kept, **tensors}, {**found, **header})
+    with pytest.raises(SelfTPTError) as caught:
+        Prompt.load(file)
+    assert str(caught.value).startswith(f"{file} is not a valid prompt file: ")
+    assert words in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_a_damaged_prompt_is_refused_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    prompt().save(file)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(SelfTPTError, match=r"p\.safetensors is damaged \(its tensor 'w2' does not match its digest\)"):
+        Prompt.load(file)
+
+
+def test_a_prompt_of_other_dimensions_than_its_model_is_refused() -> None:
+    learned = prompt()
+    wide = dataclasses.replace(learned, context=torch.zeros(4, 33))
+    head = dataclasses.replace(learned, head=initial_head(25, 24, 12, torch.Generator()))
+    for wrong in (wide, head):
+        with pytest.raises(SelfTPTError, match="learn a prompt for this model"):
+            adapt(model(), wrong, NAMES)
+
+
+def test_the_embedded_prompt_is_of_the_first_format_and_is_read(tmp_path: Path) -> None:
+    """And has digests when it is saved again."""
+    learned = Prompt.embedded()
+    learned.save(tmp_path / "p")
+    assert read_file(tmp_path / "p")[0]["format"] == 2
+    assert Prompt.load(tmp_path / "p").digest == learned.digest
+    assert Prompt.load(tmp_path / "p").origin == learned.origin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import random
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -391,6 +393,60 @@ def test_files_with_parts_missing(tmp_path: Path, part: str) -> None:
     with pytest.raises(SelfTPTError, match=f"not a valid classifier file: .*{part}") as caught:
         Classifier.load(file)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "tensors", "words"),
+    [
+        ({"names": ["a"]}, {}, "1 names for 5 class vectors"),
+        ({"names": "abcde"}, {}, "names must be list"),
+        ({"names": ["a", "b", "c", "d", 5]}, {}, "class name 5 of 5 must be a string"),
+        ({"names": ["a", "b", "c", "d", "\0"]}, {}, "control character"),
+        ({"scale": 0}, {}, "the scale must be above 0"),
+        ({"scale": -1.5}, {}, "the scale must be above 0"),
+        ({"scale": "1"}, {}, "scale must be a number"),
+        ({"origin": []}, {}, "origin must be an object"),
+        ({"model": {"name": "vit", "digest": "0"}}, {}, "model has no pretrained"),
+        ({"model": {"name": ["vit"], "pretrained": None, "digest": "0"}}, {}, "name must be a string"),
+        ({"more": 1}, {}, "unknown entry, 'more'"),
+        ({}, {"more": torch.zeros(1)}, "its tensors must be weights"),
+        ({}, {"weights": torch.zeros(5)}, "the shape of weights must be C D"),
+        ({}, {"weights": torch.zeros(5, 24).double()}, "float32, not of float64"),
+        ({}, {"weights": torch.full((5, 24), math.nan)}, "not finite"),
+        ({}, {"weights": torch.zeros(5, 3)}, "have 3 dimensions"),
+    ],
+)
+def test_a_signed_file_with_wrong_content_is_refused_in_one_line(
+    tmp_path: Path, header: dict[str, Any], tensors: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "five.safetensors"
+    classifier().save(file)
+    found, kept = read_file(file)
+    write_tensors(file, "classifier", {**kept, **tensors}, {**found, **header})
+    with pytest.raises(SelfTPTError) as caught:
+        Classifier.load(file, model())
+    assert str(caught.value).startswith(f"{file} is not a valid classifier file: ")
+    assert words in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_a_classifier_of_the_first_format_is_read(tmp_path: Path) -> None:
+    made, file = classifier(), tmp_path / "five.safetensors"
+    made.save(file)
+    header, tensors = read_file(file)
+    header |= {"format": 1}
+    del header["tensors"]
+    safetensors.torch.save_file(tensors, file, {"selftpt": json.dumps(header)})
+    loaded = Classifier.load(file, model())
+    assert loaded.names == made.names
+    assert torch.equal(loaded.weights, made.weights)
+
+
+def test_what_could_not_be_read_is_not_saved(tmp_path: Path) -> None:
+    for weights in (torch.full((5, 24), math.nan), torch.zeros(5, 24).half()):
+        with pytest.raises(SelfTPTError, match="cannot write"):
+            dataclasses.replace(classifier(), weights=weights).save(tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_prompt_is_no_classifier(tmp_path: Path) -> None:

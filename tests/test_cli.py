@@ -19,6 +19,7 @@ from PIL import Image
 
 from selftpt import adaptation
 from selftpt.files import read_file, write_tensors
+from selftpt.models import EMBEDDED_FILES
 from tests.commands import Answer, Run, refused
 from tests.folders import make_model, make_photos
 
@@ -225,10 +226,30 @@ def test_inspect_tells_what_is_in_a_file(run: Run, place: Place) -> None:
     assert "blue whale, kite, red fox" in told
     header = json.loads(run("inspect", place.classifier, "--json").out)
     assert header["kind"] == "classifier"
+    assert header["verified"] is True
     assert header["tensors"] == {"weights": [3, 16]}
     assert header["names"] == ["cat", "dog", "bird"]
     assert header["origin"]["settings"]["steps"] == 10
     assert header["origin"]["prompt"]["settings"]["epochs"] == 2
+
+
+def test_inspect_says_whether_a_digest_was_verified(run: Run, place: Place, tmp_path: Path) -> None:
+    assert "digest: verified" in run("inspect", place.prompt).out
+    old = run("inspect", EMBEDDED_FILES / "prompt.safetensors")
+    assert "digest: none, as in every file of format 1" in old.out
+    assert json.loads(run("inspect", EMBEDDED_FILES / "prompt.safetensors", "--json").out)["verified"] is False
+    data = bytearray(place.prompt.read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "p").write_bytes(data)
+    refused(run("inspect", tmp_path / "p"), "does not match its digest")
+
+
+def test_inspect_shows_a_header_of_any_content(run: Run, tmp_path: Path) -> None:
+    strange = {"origin": [1], "model": "m", "names": [1, None], "contrast": 3}
+    for header in (strange, {"origin": {"settings": 3, "classes": "ab", "selftpt": {}}, "model": {}}):
+        write_tensors(tmp_path / "a", "thing", {}, header)
+        for more in ((), ("--json",)):
+            assert run("inspect", tmp_path / "a", *more).code == 0
 
 
 def test_models_lists_names_and_weights(run: Run) -> None:

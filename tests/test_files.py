@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,15 +20,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from selftpt import files
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import (
     FORMAT,
+    Schema,
+    append_line,
     cache_folder,
     check_writable,
     digest,
+    parse_json,
     read_file,
     read_header,
     read_tensors,
+    set_aside,
+    write_after,
     write_tensors,
     write_whole,
 )
@@ -335,6 +343,288 @@ def test_of_a_newer_format(tmp_path: Path) -> None:
     write_tensors(tmp_path / "a", "thing", {"t": torch.zeros(3)}, {"format": FORMAT + 1})
     for kind in ("thing", "prompt"):
         refused(tmp_path / "a", f"has format {FORMAT + 1}", f"reads {FORMAT}", "newer", kind=kind)
+
+
+# Damaged and untrusted files
+
+
+def safetensors_bytes(layout: str | dict[str, Any], data: bytes = b"", length: int | None = None) -> bytes:
+    head = (layout if isinstance(layout, str) else json.dumps(layout)).encode()
+    head += b" " * (-len(head) % 8)
+    return (len(head) if length is None else length).to_bytes(8, "little") + head + data
+
+
+def signed(header: str, layout: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
+    """A file whose header has a valid digest."""
+    digest = hashlib.sha256(header.encode()).hexdigest()
+    return safetensors_bytes({"__metadata__": {"selftpt": header, "sha256": digest}, **(layout or {})}, data)
+
+
+def test_no_flipped_bit_gives_other_content(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    write_tensors(file, "thing", {"t": torch.arange(3.0), "u": torch.arange(2)}, {"name": "b"})
+    data, (header, tensors) = file.read_bytes(), read_file(file)
+    refusals = []
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << 3 * at % 8
+        file.write_bytes(changed)
+        try:
+            found, others = read_file(file)
+        except SelfTPTError as error:
+            refusals.append(str(error))
+        else:  # a flipped bit of white space
+            assert found == header
+            assert all(torch.equal(others[name], tensor) for name, tensor in tensors.items())
+    assert len(refusals) > 0.99 * len(data)
+    assert all(text.isprintable() for text in refusals)
+
+
+def test_a_header_is_verified_without_the_tensors(written: Path) -> None:
+    data = bytearray(written.read_bytes())
+    data[-3] ^= 1
+    written.write_bytes(data)
+    assert read_header(written, "thing")["names"] == ["cat", "dog"]
+    refused(written, "its tensor 't' does not match its digest")
+    with pytest.raises(SelfTPTError, match="does not match its digest"):
+        read_tensors(written, "thing", mapped=True)
+    written.write_bytes(bytes(data).replace(b"cat", b"rat"))
+    with pytest.raises(SelfTPTError, match="its header does not match its digest"):
+        read_header(written, "thing")
+
+
+def test_format_1_is_read_without_digests(tmp_path: Path) -> None:
+    """Files of the first format, as the safetensors library wrote them."""
+    file = tmp_path / "a"
+    tensors = {"t": torch.randn(2, 3), "n": torch.arange(3)}
+    safetensors.torch.save_file(tensors, file, {"selftpt": '{"format": 1, "kind": "thing", "more": 2}'})
+    header, found = read_tensors(file, "thing", Schema({"more": int}))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert header["tensors"] == {"t": {"dtype": "F32", "shape": [2, 3]}, "n": {"dtype": "I64", "shape": [3]}}
+    with pytest.raises(SelfTPTError, match="format 1, which has no digests: make it again"):
+        read_tensors(file, "thing", Schema({"more": int}, oldest=2))
+
+
+@pytest.mark.parametrize("change", ["format", "digest", "both"])
+def test_a_file_whose_digest_is_gone_is_not_of_format_1(written: Path, change: str) -> None:
+    data = written.read_bytes()
+    if change != "digest":
+        data = data.replace(b'\\"format\\": 2', b'\\"format\\": 1')
+    if change != "format":
+        data = data.replace(b'"sha256": "', b'"shaxxx": "')
+    assert data != written.read_bytes()
+    written.write_bytes(data)
+    refused(written, "damaged (it has no digest)")
+
+
+PART = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"t": {**PART, "shape": [3]}},
+        {"t": {**PART, "shape": [-2]}},
+        {"t": {**PART, "shape": [True, 2]}},
+        {"t": {**PART, "shape": [2.0]}},
+        {"t": {**PART, "shape": [1] * 17 + [2]}},
+        {"t": {**PART, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}, "u": PART},
+        {"t": {**PART, "dtype": "F33"}},
+        {"t": {**PART, "dtype": ["F32"]}},
+        {"t": {**PART, "data_offsets": [0, 8, 8]}},
+        {"t": {**PART, "data_offsets": [8, 16]}},
+        {"t": {**PART, "data_offsets": [0, 2**63]}},
+        {"t": {**PART, "more": 1}},
+        {"t": {"dtype": "F32", "shape": [2]}},
+        {"t": []},
+        {"t": PART, "u": PART},
+        {"t": {**PART, "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
+         "t": {**PART, "shape": [1], "data_offsets": [2, 6]},
+         "u": {"dtype": "U8", "shape": [2], "data_offsets": [6, 8]}},
+    ],
+)  # fmt: skip
+def test_layouts_that_cannot_be(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """With a valid digest of what they say: overlaps, gaps, other sizes, unknown types, unaligned data."""
+    data = bytes(8)
+    told = {name: {**entry, "sha256": hashlib.sha256(data).hexdigest()} for name, entry in layout.items() if entry}
+    for entry in told.values():
+        entry.pop("data_offsets", None)
+    (tmp_path / "a").write_bytes(signed(json.dumps({"format": 2, "kind": "thing", "tensors": told}), layout, data))
+    refused(tmp_path / "a", "is damaged")
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 25, 1 << 40, (1 << 64) - 1])
+def test_headers_longer_than_the_file(tmp_path: Path, length: int) -> None:
+    (tmp_path / "a").write_bytes(safetensors_bytes({"__metadata__": {}}, length=length))
+    refused(tmp_path / "a", "not a file of selftpt")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "-Infinity", "1e999", "9" * 30, "9" * 6000, '{"a": 1, "a": 2}', "[" * 10**5 + "]" * 10**5,
+     "[" * 30 + "]" * 30, '"a'],
+)  # fmt: skip
+def test_json_that_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_json(f'{{"value": {value}}}')
+    header = '{"format": 2, "kind": "thing", "tensors": {}'
+    (tmp_path / "a").write_bytes(signed(f"{header}}}"))
+    read_file(tmp_path / "a")
+    (tmp_path / "a").write_bytes(signed(f'{header}, "value": {value}}}'))
+    refused(tmp_path / "a", "not a file of selftpt")
+    metadata = json.dumps({"selftpt": f"{header}}}", "sha256": hashlib.sha256(f"{header}}}".encode()).hexdigest()})
+    (tmp_path / "a").write_bytes(safetensors_bytes(f'{{"__metadata__": {metadata}, "value": {value}}}'))
+    refused(tmp_path / "a", "not a file of selftpt")
+
+
+def test_json_that_is_accepted() -> None:
+    value = {"a": [1, -2.5e-3, True, None, "é\n\ud800"], "b": {"c": {}}, "n": 2**63, "t": 1_700_000_000_000_000_000}
+    assert parse_json(json.dumps(value)) == value
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    """Without waiting for what nobody writes to a pipe."""
+    pipe, link, address = tmp_path / "pipe", tmp_path / "link", tmp_path / "socket"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        for path in (pipe, link, Path("/dev/zero"), address):
+            refused(path, "cannot read")
+    with pytest.raises(SelfTPTError, match=r"cannot read .*null"):
+        read_file(Path("a\0b"))
+    with pytest.raises(SelfTPTError, match="does not exist") as caught:
+        read_file(tmp_path / "a\nb")
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """A sparse file of 8 GB, which takes no room on the disk."""
+    size = 1 << 33
+    told = {"t": {"dtype": "F32", "shape": [size // 4], "sha256": "0" * 64}}
+    layout = {"t": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
+    file = tmp_path / "a"
+    file.write_bytes(signed(json.dumps({"format": 2, "kind": "thing", "tensors": told}), layout))
+    os.truncate(file, file.stat().st_size + size)
+    refused(file, f"{size} bytes")
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda handle: [os.truncate(written, 700), whole(handle)][1])
+    refused(written, "cut short")
+    monkeypatch.undo()
+    header = files._read_header
+
+    def cut(path: Path, *rest: Any) -> Any:
+        found = header(path, *rest)
+        os.truncate(path, path.stat().st_size - 8)
+        return found
+
+    monkeypatch.setattr(files, "_read_header", cut)
+    write_tensors(written, "thing", {"t": torch.zeros(5000)}, {})
+    refused(written, "cut short while it was read")
+
+
+THING = Schema(
+    {"name": str, "size": int, "scale": float, "more": str | None, "model": {"name": str}, "any": dict, "list": list},
+    {"w": "E D", "b": "E"},
+)
+HEADER = {"name": "a", "size": 1, "scale": 1.5, "more": None, "model": {"name": "m"}, "any": {"x": [1]}, "list": []}
+TENSORS = {"w": torch.ones(2, 3), "b": torch.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("header", "tensors", "words"),
+    [
+        ({"name": 1}, {}, "name must be a string"),
+        ({"name": "a\nb"}, {}, "name must be a string in one line"),
+        ({"size": True}, {}, "size must be an integer, not True"),
+        ({"size": 1.0}, {}, "size must be an integer"),
+        ({"scale": "1"}, {}, "scale must be a number"),
+        ({"scale": False}, {}, "scale must be a number"),
+        ({"more": 3}, {}, "more must be"),
+        ({"model": "m"}, {}, "model must be an object"),
+        ({"model": {"name": None}}, {}, "name must be a string"),
+        ({"model": {}}, {}, "model has no name"),
+        ({"model": {"name": "m", "x": 1}}, {}, "model has an unknown entry, 'x'"),
+        ({"any": []}, {}, "any must be an object"),
+        ({"other": 1}, {}, "the header has an unknown entry, 'other'"),
+        ({}, {"w": torch.ones(2, 3, 1)}, "the shape of w must be E D, not [2, 3, 1]"),
+        ({}, {"b": torch.zeros(3)}, "the shape of b must be E with E = 2, not [3]"),
+        ({}, {"w": torch.ones(2, 0)}, "the shape of w must be"),
+        ({}, {"w": torch.ones(2, 3).half()}, "w must be of float32, not of float16"),
+        ({}, {"x": torch.zeros(1)}, "its tensors must be w, b"),
+        ({}, {"b": torch.tensor([0.0, math.nan])}, "'b' has values that are not finite"),
+        ({}, {"w": torch.full((2, 3), math.inf)}, "'w' has values that are not finite"),
+    ],
+)
+def test_what_does_not_follow_its_schema_is_neither_written_nor_read(
+    tmp_path: Path, header: dict[str, Any], tensors: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / "a"
+    with pytest.raises(SelfTPTError, match="cannot write") as caught:
+        write_tensors(file, "thing", {**TENSORS, **tensors}, {**HEADER, **header}, THING)
+    assert words in str(caught.value)
+    assert not file.exists()
+    write_tensors(file, "thing", {**TENSORS, **tensors}, {**HEADER, **header})
+    with pytest.raises(SelfTPTError) as caught:
+        read_tensors(file, "thing", THING)
+    assert str(caught.value) == f"{file} is not a valid thing file: {words}" or words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_follows_its_schema(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    for changes in ({}, {"scale": 3}, {"more": "x"}):
+        write_tensors(file, "thing", TENSORS, {**HEADER, **changes}, THING)
+        found, tensors = read_tensors(file, "thing", THING)
+        assert {**found, **HEADER, **changes} == found
+        assert torch.equal(tensors["w"], TENSORS["w"])
+        assert THING.check(found) == {"E": 2, "D": 3}
+
+
+def test_a_header_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(30):
+        deep = [deep]
+    for value in (math.nan, -math.inf, deep, 10**30, "x" * (33 << 20)):
+        with pytest.raises(SelfTPTError, match="would not be a valid thing file"):
+            write_tensors(tmp_path / "a", "thing", {}, {"value": value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_equal_content_gives_equal_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_tensors(tmp_path / name, "thing", TENSORS, HEADER)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_set_aside(tmp_path: Path) -> None:
+    """In place of the one that was set aside before."""
+    file, aside = tmp_path / "a.x", tmp_path / "a.x.damaged"
+    for content in ("first", "second"):
+        file.write_text(content)
+        with pytest.warns(SelfTPTWarning, match=r"it is broken: set aside as a\.x\.damaged"):
+            set_aside(file, "it is broken")
+        assert [path.read_text() for path in tmp_path.iterdir()] == [content]
+    aside.unlink()
+    (aside / "full").mkdir(parents=True)
+    for path in (file, tmp_path / "none"):
+        file.write_text("third")
+        with pytest.warns(SelfTPTWarning, match="it is broken: it could not be set aside"):
+            set_aside(path, "it is broken")
+    assert file.read_text() == "third"
+
+
+def test_nothing_is_appended_to_a_pipe(tmp_path: Path) -> None:
+    """Which would wait for a reader."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SelfTPTError, match="no ordinary file"):
+        append_line(tmp_path / "pipe", "{}")
+    with pytest.raises(SelfTPTError, match="no ordinary file"):
+        write_after(tmp_path / "pipe", 0, b"")
 
 
 # Names

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,10 @@ from torch import Tensor
 from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn
 from selftpt.config import ContrastConfig
 from selftpt.data import features as feature_store
-from selftpt.files import read_file
+from selftpt.files import read_file, write_tensors
 from selftpt.learning import ClassLists, learn_from_features
 from selftpt.models.tokenizer import class_tokens
-from selftpt.training import RunFiles, checkpoints, learning_rate
+from selftpt.training import RunFiles, State, checkpoints, learning_rate
 from tests.folders import make_model, make_photos
 from tests.oracle import plain
 from tests.small import model, small
@@ -136,11 +138,113 @@ def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, monkeypatch:
         assert same_bits(run(LearnConfig(epochs=2, lr=0.2), out), run(LearnConfig(epochs=2, lr=0.2)))
 
 
-def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
-    out = tmp_path / "p.safetensors"
-    Path(f"{out}.checkpoint").write_text("damaged")
-    with pytest.warns(SelfTPTWarning, match="from the start"):
-        assert same_bits(run(LearnConfig(epochs=2), out), run(LearnConfig(epochs=2)))
+def interrupted(out: Path, monkeypatch: pytest.MonkeyPatch, config: LearnConfig) -> Path:
+    """The checkpoint of a run that was stopped after its first epoch."""
+    keep = RunFiles.keep
+
+    def stop(self: RunFiles, *rest: Any) -> None:
+        keep(self, *rest)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFiles, "keep", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, out)
+    return Path(f"{out}.checkpoint")
+
+
+def rewrite(file: Path, header: dict[str, Any] | None = None, tensors: dict[str, Tensor | None] | None = None) -> None:
+    """Write a checkpoint with some changes, and valid digests."""
+    found, kept = read_file(file)
+    changed = {name: tensor for name, tensor in {**kept, **(tensors or {})}.items() if tensor is not None}
+    write_tensors(file, "checkpoint", changed, {**found, **(header or {})})
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+
+
+def cut_log(file: Path) -> None:
+    os.truncate(file.with_suffix(".log.jsonl"), 100)
+
+
+HARM: list[tuple[Callable[[Path], None], str]] = [
+    (lambda file: file.write_text("damaged"), "not a file of selftpt"),
+    (flip, "does not match its digest"),
+    (cut_log, "bytes were logged, and .* has 100"),
+    (lambda file: rewrite(file, {"epochs": 3}), "3 epochs of 2 are done"),
+    (lambda file: rewrite(file, {"epochs": 0}), "0 epochs of 2 are done"),
+    (lambda file: rewrite(file, {"epochs": "1"}), "epochs must be an integer"),
+    (lambda file: rewrite(file, {"logged": -1}), "-1 bytes were logged"),
+    (lambda file: rewrite(file, {"logged": 10**15}), "bytes were logged"),
+    (lambda file: rewrite(file, {"format": 1}), "no digest"),
+    (lambda file: rewrite(file, {"more": 1}), "unknown entry"),
+    (lambda file: rewrite(file, None, {"parameter.5": torch.zeros(2)}), "not those of this run"),
+    (lambda file: rewrite(file, None, {"parameter.x": torch.zeros(2)}), "not those of this run"),
+    (lambda file: rewrite(file, None, {"optimizer.0.momentum_buffer": None}), "not those of this run"),
+    (lambda file: rewrite(file, None, {"memory.average": None}), "not those of this run"),
+    (lambda file: rewrite(file, None, {"memory.other": torch.zeros(1)}), "not those of this run"),
+    (lambda file: rewrite(file, None, {"parameter.4": torch.zeros(1)}), r"parameter\.4 must be float32 \[128\]"),
+    (lambda file: rewrite(file, None, {"parameter.4": torch.zeros(128).half()}), "not float16"),
+    (lambda file: rewrite(file, None, {"memory.average": torch.zeros(1, 32)}), r"memory\.average must be"),
+    (lambda file: rewrite(file, None, {"optimizer.4.momentum_buffer": torch.zeros(1)}), "must be"),
+    (lambda file: rewrite(file, None, {"parameter.4": torch.full((128,), math.nan)}), "not finite"),
+]
+
+
+@pytest.mark.parametrize(("harm", "words"), HARM)
+def test_a_damaged_checkpoint_is_set_aside(
+    harm: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a warning, and the run ends as if there had been none, with its log."""
+    config, out, whole = LearnConfig(epochs=2), tmp_path / "p", tmp_path / "whole"
+    checkpoint = interrupted(out, monkeypatch, config)
+    harm(checkpoint)
+    content = checkpoint.read_bytes()
+    with pytest.warns(SelfTPTWarning, match=f"learning from the start: .*{words}.*: set aside as p.checkpoint.damaged"):
+        found = run(config, out)
+    assert same_bits(found, run(config, whole))
+    assert out.read_bytes() == whole.read_bytes()
+    assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
+    assert Path(f"{checkpoint}.damaged").read_bytes() == content
+    assert not checkpoint.exists()
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.checkpoint")
+    with pytest.warns(SelfTPTWarning, match="not a regular file"):
+        assert same_bits(run(LearnConfig(epochs=1), tmp_path / "p"), run(LearnConfig(epochs=1)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_state_is_restored_as_a_whole_or_not_at_all(optimizer: type[torch.optim.Optimizer]) -> None:
+    def make() -> State:
+        parameters = [torch.ones(2, 3), torch.zeros(4)]
+        return State(parameters, optimizer(parameters, lr=0.1), remembers={"average": torch.zeros(2)})  # type: ignore[call-arg]
+
+    stepped = make()
+    for parameter in stepped.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stepped.optimizer.step()
+    stepped.memory["average"] = torch.ones(2)
+    saved = {name: tensor.clone() for name, tensor in stepped.tensors().items()}
+    restored = make()
+    restored.restore(saved)
+    assert restored.tensors().keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in restored.tensors().items())
+    for name in saved:
+        fresh = make()
+        wrong = {**saved, name: saved[name][None]}
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            fresh.restore(wrong)
+        del wrong[name]
+        with pytest.raises(ValueError, match="not those of this run"):
+            fresh.restore(wrong)
+        assert all(torch.equal(a, b) for a, b in zip(fresh.parameters, make().parameters, strict=True))
+        assert not fresh.optimizer.state
+        assert not fresh.memory
 
 
 def test_a_run_stopped_between_log_and_checkpoint_logs_every_step_once(

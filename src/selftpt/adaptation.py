@@ -39,7 +39,7 @@ def zero_shot(
 def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
     """Tune a prompt to the class names of a task and make its classifier (Algorithm 1, stage 2)."""
     config = config or AdaptConfig()
-    prompt.model.check(model, "the prompt")
+    prompt.check(model)
     tokens = class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)
     contrast, length, device = prompt.contrast, len(prompt.context), model.device
     context = prompt.context.to(device).clone()

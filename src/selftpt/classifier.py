@@ -93,6 +93,11 @@ class Classifier:
             raise SelfTPTError(f"{path} is not a valid classifier file: {error}") from error
         if model is not None:
             model_id.check(model, f"the classifier {path}")
+            if weights.shape[1] != model.dimension:
+                raise SelfTPTError(
+                    f"{path} is not a valid classifier file: its class vectors have {weights.shape[1]} dimensions, and "
+                    f"the features of {model_id} have {model.dimension}"
+                )
         return cls(names, weights, scale, model_id, header["origin"], model)
 
     def probabilities(self, features: Tensor) -> Tensor:

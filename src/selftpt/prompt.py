@@ -52,6 +52,20 @@ class Prompt:
         }
         write_tensors(Path(path), "prompt", {"context": self.context, **self.head._asdict()}, header, SCHEMA)
 
+    def check(self, model: Model) -> None:
+        """Refuse to be used with a model that it was not learned for.
+
+        Raises:
+            SelfTPTError: The model is another one, or has other dimensions than the prompt's vectors and head.
+        """
+        self.model.check(model, "the prompt")
+        found, wanted = (self.context.shape[1], self.head.w1.shape[1]), (model.text.width, model.dimension)
+        if found != wanted:
+            raise SelfTPTError(
+                f"the prompt has vectors of width {found[0]} and a head for features of dimension {found[1]}, and "
+                f"{model.id} has {wanted[0]} and {wanted[1]}: learn a prompt for this model"
+            )
+
     @property
     def digest(self) -> str:
         """Tells this prompt from every other."""

@@ -52,7 +52,8 @@ class RunFiles:
                 return 0
             if not 1 <= header["epochs"] <= epochs:
                 raise ValueError(f"{header['epochs']} epochs of {epochs} are done")
-            if not 0 <= header["logged"] <= (size := self._log_size()):
+            size = self.log.stat().st_size if self.log.is_file() else 0
+            if not 0 <= header["logged"] <= size:
                 raise ValueError(f"{header['logged']} bytes were logged, and {self.log} has {size}")
             state.restore(tensors)
         except SelfTPTError as error:
@@ -63,9 +64,6 @@ class RunFiles:
             return 0
         self.logged = header["logged"]
         return int(header["epochs"])
-
-    def _log_size(self) -> int:
-        return self.log.stat().st_size if self.log.is_file() else 0
 
     def keep(self, state: State, epochs: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """After an epoch: its log and a checkpoint."""
