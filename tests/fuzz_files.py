@@ -81,7 +81,9 @@ def inspect(path: Path) -> str:
     with contextlib.redirect_stdout(told):
         command(path, as_json=False)
         command(path, as_json=True)
-    return told.getvalue()
+    lines = told.getvalue().encode(errors="surrogateescape").decode(errors="replace").splitlines()
+    assert all(line.isprintable() for line in lines), lines
+    return "\n".join(lines)
 
 
 def make_classifier(folder: Path) -> Path:
@@ -220,6 +222,7 @@ TEXTS = {  # of JSON that `json.dumps` does not write
     "@nested": '{"a": ' * 40 + "1" + "}" * 40,
     "@twice": '{"a": 1, "a": 2}',
     "@surrogate": '"\\ud800"',
+    "@escape": '"\\u001b[2J\\u2028\\udcff"',
 }
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 2**31, 2**63, 2**64, -(2**63), 0.0, 0.5, 1e-300, 1e300, float("nan")),
@@ -484,7 +487,8 @@ def judge(case: Case, path: Path, answer: Answer, said: str) -> str | None:
     if answer["mb"] > LIMIT_MB:
         return f"{answer['mb']:.0f} MB"
     for line in [answer.get("text", ""), *answer["told"]]:
-        if outcome != "changed" and not line.isprintable():
+        shown = line.encode(errors="surrogateescape").decode(errors="replace")
+        if outcome != "changed" and not shown.isprintable():
             return f"not one line: {line!r}"
     if case.expected == "unchanged":
         return None if outcome == "unchanged" else f"a valid file: {answer}"

@@ -246,10 +246,13 @@ def test_inspect_says_whether_a_digest_was_verified(run: Run, place: Place, tmp_
 
 def test_inspect_shows_a_header_of_any_content(run: Run, tmp_path: Path) -> None:
     strange = {"origin": [1], "model": "m", "names": [1, None], "contrast": 3}
-    for header in (strange, {"origin": {"settings": 3, "classes": "ab", "selftpt": {}}, "model": {}}):
+    controls = {"names": ["a\x1b[2J\nb\ud800"], "origin": {"settings": {"a\nb": "\x9b"}, "selftpt": "\x07"}}
+    for header in (strange, controls, {"origin": {"settings": 3, "classes": "ab", "selftpt": {}}, "model": {}}):
         write_tensors(tmp_path / "a", "thing", {}, header)
         for more in ((), ("--json",)):
-            assert run("inspect", tmp_path / "a", *more).code == 0
+            answer = run("inspect", tmp_path / "a", *more)
+            assert answer.code == 0
+            assert all(line.isprintable() for line in answer.out.split("\n"))
 
 
 def test_models_lists_names_and_weights(run: Run) -> None:

@@ -334,6 +334,12 @@ def test_safetensors_of_others(tmp_path: Path, metadata: dict[str, str] | None) 
     refused(tmp_path / "a", "not a file of selftpt")
 
 
+def test_of_a_kind_that_cannot_be_shown(tmp_path: Path) -> None:
+    for kind in ("a\nb", "\ud800", "\x1b"):
+        write_tensors(tmp_path / "a", kind, {}, {})
+        refused(tmp_path / "a", "not a file of selftpt")
+
+
 def test_of_another_kind(written: Path) -> None:
     refused(written, "holds a thing, not a prompt", kind="prompt")
 
@@ -540,6 +546,7 @@ TENSORS = {"w": torch.ones(2, 3), "b": torch.zeros(2)}
     [
         ({"name": 1}, {}, "name must be a string"),
         ({"name": "a\nb"}, {}, "name must be a string in one line"),
+        ({"name": "a\ud800"}, {}, "name must be a string in one line"),
         ({"size": True}, {}, "size must be an integer, not True"),
         ({"size": 1.0}, {}, "size must be an integer"),
         ({"scale": "1"}, {}, "scale must be a number"),

@@ -42,7 +42,8 @@ DTYPES = {  # of safetensors: the name in torch, and bytes
     "I8": ("int8", 1),
     "U8": ("uint8", 1),
 }
-CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029]")
+# Control characters, and surrogates other than those of file names that are not UTF-8: not to be shown in a line.
+CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udc7f\udd00-\udfff]")
 
 
 def cache_folder() -> Path:
@@ -249,8 +250,8 @@ class Schema:
 
     Args:
         header: The type of each entry of the header, all of which are needed and no others allowed: `int`, `float`,
-            `bool`, `str` (without control characters), `list` or `dict` of anything, `X | None`, or a mapping that is
-            the schema of an object.
+            `bool`, `str` (that can be shown in one line), `list` or `dict` of anything, `X | None`, or a mapping that
+            is the schema of an object.
         tensors: The dimensions of each tensor, all of which are float32: `{"w": "E D", "b": "E"}`; a letter stands for
             the same size wherever it occurs. None allows any tensors.
         oldest: The oldest format that is read; format 1 has no digests.

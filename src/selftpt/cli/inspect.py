@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from selftpt.cli.options import Json
+from selftpt.files import CONTROL
 
 
 def command(
@@ -22,28 +23,33 @@ def command(
     verified = header["format"] > 1
     header["tensors"] = {name: entry["shape"] for name, entry in header["tensors"].items()}
     if as_json:
-        print(json.dumps({**header, "verified": verified}, ensure_ascii=False))
+        _print(json.dumps({**header, "verified": verified}, ensure_ascii=False))
         return
     origin, model = (_object(header.get(key)) for key in ("origin", "model"))
-    print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {origin.get('selftpt', 'unknown')})")
-    print("digest: verified" if verified else "digest: none, as in every file of format 1; save it again to have one")
+    _print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {origin.get('selftpt', 'unknown')})")
+    _print("digest: verified" if verified else "digest: none, as in every file of format 1; save it again to have one")
     if model:
         weights = f" ({model['pretrained']})" if model.get("pretrained") else ""
-        print(f"model: {model.get('name')}{weights}, digest {model.get('digest')}")
+        _print(f"model: {model.get('name')}{weights}, digest {model.get('digest')}")
     if header.get("meaningless"):
-        print("made with random weights: meaningless")
+        _print("made with random weights: meaningless")
     names = header.get("names") or origin.get("classes")
     if isinstance(names, list):
-        print(f"classes: {len(names)}: {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}")
+        _print(f"classes: {len(names)}: {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}")
     if "pictures" in origin:
-        print(f"learned from {origin['pictures']} pictures")
+        _print(f"learned from {origin['pictures']} pictures")
     for name, shape in header["tensors"].items():
-        print(f"{name}: {' x '.join(map(str, shape))}")
+        _print(f"{name}: {' x '.join(map(str, shape))}")
     for key, value in {**_object(header.get("contrast")), **_object(origin.get("settings"))}.items():
         if not isinstance(value, dict):
-            print(f"{key}: {'none' if value is None else value}")
+            _print(f"{key}: {'none' if value is None else value}")
 
 
 def _object(value: Any) -> dict[str, Any]:
     """A part of a header that is an object in the files of selftpt, empty if it is anything else."""
     return value if isinstance(value, dict) else {}
+
+
+def _print(line: str) -> None:
+    """Print a line in which control characters, which a file from somebody else may have, are escaped as in JSON."""
+    print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", line))
