@@ -348,9 +348,9 @@ def shrink_tensor(rng: random.Random, parts: Parts) -> None:
     fresh = (parts.body[start:stop] * 2)[: rows * row]
     parts.body = parts.body[:start] + fresh + parts.body[stop:]
     entry["shape"] = [rows, *entry["shape"][1:]]
+    moved = len(fresh) - (stop - start)
     for other in parts.layout.values():
-        other["data_offsets"] = [at + len(fresh) - (stop - start) * (at >= stop) if at >= stop else at
-                                 for at in other["data_offsets"]]  # fmt: skip
+        other["data_offsets"] = [at + moved if at >= stop else at for at in other["data_offsets"]]
 
 
 def unsign(_: random.Random, parts: Parts) -> None:

@@ -11,7 +11,8 @@ from selftpt.files import read_file
 from tests.fuzz import run
 from tests.fuzz_files import KINDS, Parts, folders
 
-UNSIGNED = ("features:", "records:")  # shards without a schema and records without a digest
+# TODO: remove when shards are read with a schema, and records have a digest.
+UNSIGNED = ("features:", "records:")
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory cannot be measured here")
