@@ -12,6 +12,7 @@ from selftpt.version import __version__
 if TYPE_CHECKING:
     from selftpt.adaptation import adapt, zero_shot
     from selftpt.classifier import Classifier, Prediction
+    from selftpt.data.cache import Cache
     from selftpt.data.sources import Source
     from selftpt.learning import learn
     from selftpt.models import Model, list_models, load_model
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptConfig",
+    "Cache",
     "Classifier",
     "ContrastConfig",
     "LearnConfig",
@@ -39,6 +41,7 @@ __all__ = [
 
 _HEAVY = {  # these need torch and open_clip, which take seconds to import: on first use
     "adapt": "adaptation",
+    "Cache": "data.cache",
     "Classifier": "classifier",
     "Prediction": "classifier",
     "Source": "data.sources",

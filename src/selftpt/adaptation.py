@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from selftpt.classifier import Classifier
 from selftpt.config import VIEWS, AdaptConfig, ContrastConfig, View
 from selftpt.errors import SelfTPTError
+from selftpt.gradients import differentiable, with_gradients
 from selftpt.losses import Head
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder, encode_template
@@ -21,6 +22,7 @@ from selftpt.progress import Bar
 from selftpt.prompt import Prompt
 
 
+@with_gradients
 def zero_shot(
     model: Model, names: Sequence[str], template: str = ContrastConfig.template, chunk: int | None = AdaptConfig.chunk
 ) -> Classifier:
@@ -34,8 +36,7 @@ def zero_shot(
     return Classifier.of(model, tokens.names, weights, stage="zero-shot", template=template)
 
 
-@torch.inference_mode(False)
-@torch.enable_grad()
+@with_gradients
 def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
     """Tune a prompt to the class names of a task and make its classifier (Algorithm 1, stage 2)."""
     config = config or AdaptConfig()
@@ -43,7 +44,7 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
     tokens = class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)
     contrast, length, device = prompt.contrast, len(prompt.context), model.device
     context = prompt.context.to(device).clone()
-    head = Head(*(t.to(device).clone() for t in prompt.head))
+    head = Head(*(differentiable(t.to(device)) for t in prompt.head))
     if config.steps:
         hand = None
         if "hand" in contrast.views:

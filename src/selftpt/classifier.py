@@ -1,10 +1,9 @@
-"""Stage 3: every picture is classified directly, at the speed of zero-shot; Self-TPT-v looks at 63 more views."""
+"""Stage 3: every image is classified directly, at the speed of zero-shot; Self-TPT-v adds 63 augmented views."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +14,16 @@ from PIL import Image
 from torch import Tensor
 
 from selftpt.config import PredictConfig
-from selftpt.data.decoding import ImageError, open_image, warn_of
+from selftpt.data.decoding import ImageError, ImageInput, warn_of
+from selftpt.data.features import Block, FeatureProvider
 from selftpt.data.sources import find_images, is_place
-from selftpt.data.threads import in_threads
+from selftpt.data.views import image_and_crops
 from selftpt.errors import SelfTPTError
 from selftpt.files import Schema, read_tensors, write_tensors
-from selftpt.models import Model, ModelId, load_model
+from selftpt.models import Model, ModelId, load_recorded_model
 from selftpt.names import check_names
 from selftpt.version import __version__
 
-Picture = str | os.PathLike[str] | Image.Image | Tensor
 SCHEMA = Schema(
     header={"model": get_type_hints(ModelId), "meaningless": bool, "names": list, "scale": float, "origin": dict},
     tensors={"weights": "C D"},
@@ -33,7 +32,14 @@ SCHEMA = Schema(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The best classes of a picture, best first. `path` is None for a picture that came without one."""
+    """The most probable classes of an image, best first.
+
+    Attributes:
+        path: The image's path; None for an image in memory.
+        names: Class names.
+        probabilities: Their probabilities.
+        labels: Their indices in the class list.
+    """
 
     path: str | None
     names: tuple[str, ...]
@@ -43,9 +49,15 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Classifier:
-    """One vector a class: all that stage 3 needs, besides the model's image tower.
+    """One vector per class: all that stage 3 needs besides the model's image tower.
 
-    names: [C]; weights: [C, D]; scale: 1 / τ of Eq. 1; model_id: whose features they are compared with.
+    Attributes:
+        names: Class names, [C].
+        weights: Class vectors [C, D], on the CPU.
+        scale: 1 / τ of Eq. 1.
+        model_id: The model whose image features they are compared with.
+        origin: How the class vectors were made.
+        model: The model, or None until it is needed.
     """
 
     names: tuple[str, ...]
@@ -54,15 +66,19 @@ class Classifier:
     model_id: ModelId
     origin: Mapping[str, Any] = field(default_factory=dict)
     model: Model | None = None
+    _on_device: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", check_names(self.names))
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str], weights: Tensor, **origin: Any) -> Classifier:
-        """Of a model's own class vectors [C, D]; `origin` says how they came about."""
-        told = {**origin, "selftpt": __version__}
-        return cls(tuple(names), weights.cpu(), model.scale, model.id, told, model)
+        """A classifier of a model's class vectors [C, D]; `origin` says how they were made."""
+        return cls(tuple(names), weights.cpu(), model.scale, model.id, {**origin, "selftpt": __version__}, model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which is loaded again when it is needed."""
+        return {**self.__dict__, "model": None, "_on_device": {}}
 
     def __repr__(self) -> str:
         return f"Classifier({len(self.names)} classes, {self.model_id})"
@@ -101,25 +117,31 @@ class Classifier:
         return cls(names, weights, scale, model_id, header["origin"], model)
 
     def probabilities(self, features: Tensor) -> Tensor:
-        """Eq. 1: unit image features [..., D] to probabilities [..., C]."""
-        return (self.scale * features @ self.weights.to(features).t()).softmax(-1)
+        """Eq. 1: L2-normalised image features [..., D] to probabilities [..., C], on the features' device."""
+        key = features.device, features.dtype
+        if key not in self._on_device:
+            self._on_device[key] = self.weights.to(features)
+        return (self.scale * features @ self._on_device[key].t()).softmax(-1)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Unit features of the views of pictures [N, V, D] to probabilities [N, C], their mean over the views."""
+        """L2-normalised features of the views of images [N, V, D] to probabilities [N, C], the mean over the views."""
         return self.probabilities(features).mean(-2)
 
     def predict(
         self,
-        pictures: Picture | Iterable[Picture],
+        images: ImageInput | Iterable[ImageInput],
         top: int | None = None,
         config: PredictConfig | None = None,
         on_error: Callable[[ImageError], None] = warn_of,
     ) -> Iterator[Prediction]:
-        """Classify pictures, one after the other, in the order they come.
+        """Classify images, one after the other, in the order given.
 
-        pictures: paths of files, folders or patterns, PIL images, uint8 tensors [3, H, W], or float tensors [3, S, S]
-        that are preprocessed already.
-        on_error: is told of every picture that cannot be used, which is then left out.
+        Args:
+            images: Paths of files, folders or patterns, PIL images, uint8 arrays [H, W, 3] or tensors [3, H, W], or
+                float tensors [3, S, S] that are preprocessed already.
+            top: Number of classes in each prediction.
+            config: The configuration of stage 3.
+            on_error: Called for every image that cannot be used; it is then left out.
         """
         config = config or PredictConfig()
         if top is not None:
@@ -127,91 +149,65 @@ class Classifier:
         if self.model is None:
             object.__setattr__(self, "model", load_recorded_model(self.model_id, "the classifier"))
         assert self.model is not None
-        model = self.model
-        self.model_id.check(model, "the classifier")
-        if not isinstance(pictures, Iterable) or isinstance(pictures, str | os.PathLike | Image.Image):
-            pictures = [pictures]
-        elif getattr(pictures, "ndim", 4) == 3:  # one tensor
-            pictures = [pictures]  # type: ignore[list-item]
-
-        def look(picture: Picture) -> tuple[str | None, Tensor | ImageError]:
-            path = os.fspath(picture) if isinstance(picture, str | os.PathLike) else None
-            try:
-                return path, see(model, picture, config)
-            except ImageError as error:
-                return path, error
-
-        waiting: list[tuple[str | None, Tensor]] = []
-        per_batch = max(1, config.batch // config.views)
-        for path, seen in in_threads(look, _spread(pictures, on_error), ahead=2 * per_batch):
-            if isinstance(seen, ImageError):
-                on_error(seen)
-                continue
-            waiting.append((path, seen))
-            if len(waiting) == per_batch:
-                yield from self._answer(model, waiting, config)
-                waiting = []
-        if waiting:
-            yield from self._answer(model, waiting, config)
-
-    def _answer(
-        self, model: Model, seen: list[tuple[str | None, Tensor]], config: PredictConfig
-    ) -> Iterator[Prediction]:
-        shown = [views for _, views in seen]
-        if any(views.is_floating_point() for views in shown):  # those are normalised: the others in their company too
-            shown = [model.preprocess.normalize(views.to(model.device)) for views in shown]
-        pixels = torch.cat(shown)
-        features = torch.cat([model.encode_images(some) for some in pixels.split(config.batch)])
-        views = self.probabilities(features).unflatten(0, (len(seen), -1))
-        yield from best(merge_views(views, config.confident), self.names, [path for path, _ in seen], config.top)
+        self.model_id.check(self.model, "the classifier")
+        specs = image_and_crops(config.views, seed=config.seed, max_megapixels=config.max_megapixels)
+        provider = FeatureProvider(self.model, specs, batch=config.batch, on_error=on_error)
+        for block in provider.blocks(expand(images, on_error)):
+            yield from top_classes(
+                merge_views(self.probabilities(block.views), config.confident), self.names, block, config.top
+            )
 
 
-def best(probabilities: Tensor, names: Sequence[str], paths: Sequence[str | None], top: int) -> Iterator[Prediction]:
-    """The `top` best of probabilities [N, C] for pictures [N], as predictions."""
-    found = probabilities.topk(min(top, len(names)))
-    for values, labels, path in zip(found.values.tolist(), found.indices.tolist(), paths, strict=True):
+def top_classes(probabilities: Tensor, names: Sequence[str], block: Block, top: int) -> Iterator[Prediction]:
+    """The `top` best of probabilities [N, C] for the images of a block [N], as predictions."""
+    best = probabilities.topk(min(top, len(names)))
+    for source, values, labels in zip(block.sources, best.values.tolist(), best.indices.tolist(), strict=True):
+        path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
         yield Prediction(path, tuple(names[i] for i in labels), tuple(values), tuple(labels))
 
 
-def _spread(pictures: Iterable[Picture], on_error: Callable[[ImageError], None]) -> Iterator[Picture]:
-    """Folders and patterns as the pictures in them, everything else as it is."""
-    for picture in pictures:
-        if not isinstance(picture, str | os.PathLike) or not is_place(picture):
-            yield picture
+def expand(images: ImageInput | Iterable[ImageInput], on_error: Callable[[ImageError], None]) -> Iterator[ImageInput]:
+    """Single images, with folders and patterns replaced by the images in them."""
+    alone = isinstance(images, str | bytes | os.PathLike | Image.Image) or getattr(images, "ndim", 4) <= 3
+    if alone or not isinstance(images, Iterable):
+        images = [images]  # type: ignore[list-item]
+    for image in images:
+        if not isinstance(image, str | os.PathLike) or not is_place(image):
+            yield image
             continue
         try:
-            yield from find_images([picture])
+            yield from find_images([image])
         except SelfTPTError as error:
             on_error(ImageError(str(error)))
 
 
-def see(model: Model, picture: Picture, config: PredictConfig) -> Tensor:
-    """What the image tower is shown of a picture: itself, then `views - 1` random crops, [views, 3, S, S].
+def entropy(probabilities: Tensor) -> Tensor:
+    """In nats: [..., C] to [...]."""
+    terms: Tensor = torch.special.entr(probabilities)
+    return terms.sum(-1)
 
-    The crops depend on the seed and the picture's size alone, so that a picture has one answer in any company.
+
+def confident_views(probabilities: Tensor, confidence_ratio: float) -> Tensor:
+    """Indices of the views with the lowest entropy, in rising order.
+
+    Args:
+        probabilities: [..., V, C].
+        confidence_ratio: The share of the views that is kept.
+
+    Returns:
+        [..., K], K = int(confidence_ratio * V) as in TPT's code, at least 1.
     """
-    if isinstance(picture, Tensor):
-        if picture.is_floating_point():
-            if tuple(picture.shape) != (3, *model.preprocess.size) or config.views > 1:
-                raise ImageError(
-                    f"a float tensor must be one preprocessed picture of shape {(3, *model.preprocess.size)} "
-                    f"and has no further views; this one has shape {tuple(picture.shape)}"
-                )
-            return picture[None]
-        if picture.dtype != torch.uint8 or picture.ndim != 3 or picture.shape[0] != 3:
-            raise ImageError(f"a tensor must be uint8 [3, H, W] or float, not {picture.dtype} {tuple(picture.shape)}")
-        picture = Image.fromarray(picture.permute(1, 2, 0).cpu().numpy())
-    if not isinstance(picture, str | os.PathLike | Image.Image):
-        raise ImageError(f"a picture is a path, a PIL image or a tensor, not a {type(picture).__name__}")
-    whole = open_image(picture, config.max_megapixels)
-    return model.preprocess.views(whole, config.views - 1, random.Random(config.seed))
+    count = max(1, int(confidence_ratio * probabilities.shape[-2]))
+    return entropy(probabilities).argsort(dim=-1, stable=True)[..., :count]
 
 
-def merge_views(probabilities: Tensor, confident: float) -> Tensor:
-    """The mean over the most confident (least entropy) share of the views: [..., V, C] to [..., C]."""
-    count = max(1, round(confident * probabilities.shape[-2]))
-    if count == probabilities.shape[-2]:
+def select_views(values: Tensor, chosen: Tensor) -> Tensor:
+    """The values [..., V, X] of chosen views [..., K]: [..., K, X]."""
+    return values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
+
+
+def merge_views(probabilities: Tensor, confidence_ratio: float) -> Tensor:
+    """The mean over the most confident views: [..., V, C] to [..., C]."""
+    if confidence_ratio == 1:
         return probabilities.mean(-2)
-    entropy = torch.special.entr(probabilities).sum(-1)
-    chosen = entropy.topk(count, largest=False).indices
-    return probabilities.gather(-2, chosen[..., None].expand(*chosen.shape, probabilities.shape[-1])).mean(-2)
+    return select_views(probabilities, confident_views(probabilities, confidence_ratio)).mean(-2)

@@ -24,6 +24,7 @@ Reduction = Literal["mean", "sum"]
 Matching = Literal["cosine", "mse"]
 ClassVectors = Literal["end", "mean"]
 Precision = Literal["fp32", "bf16", "fp16"]
+CacheMode = Literal["on", "off", "read-only"]
 
 INT_LIMIT = 2**31  # what every library and generator underneath takes
 LIMITS = {"above": "above {:g}", "minimum": "{:g} or more", "maximum": "at most {:g}", "below": "below {:.10g}"}
@@ -142,19 +143,10 @@ def _optional(kind: Any) -> bool:
     return isinstance(kind, types.UnionType)
 
 
-def above(low: float, settings: Any, *names: str) -> None:
-    """Refuse settings of which one of these is not above `low`; None is what is not set."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not value > low:
-            raise SelfTPTError(f"{name} must be above {low:g}, not {value}")
-
-
-def at_least(low: float, settings: Any, *names: str) -> None:
-    """Refuse settings of which one of these is below `low`."""
-    for name in names:
-        if not getattr(settings, name) >= low:
-            raise SelfTPTError(f"{name} must be {low:g} or more, not {getattr(settings, name)}")
+def check_template(template: str) -> None:
+    """Refuse a template without exactly one {} for the class name."""
+    if template.count("{}") != 1:
+        raise SelfTPTError(f"the template {template!r} must have one {{}} where the class name goes")
 
 
 @dataclass(frozen=True)
@@ -172,8 +164,7 @@ class ContrastConfig(Config):
         super().__post_init__()
         if len(self.views) < 2 or len(set(self.views)) != len(self.views):
             raise SelfTPTError(f"CPT needs two or more different views, not {' '.join(self.views) or 'none'}")
-        if self.template.count("{}") != 1:
-            raise SelfTPTError(f"the template {self.template!r} must have one {{}} where the class name goes")
+        check_template(self.template)
 
     @property
     def learned(self) -> tuple[View, ...]:
@@ -304,6 +295,30 @@ def change(settings: Any, path: Sequence[str], value: Any) -> Any:
         elif _optional(kind) and type(value) is int:
             value = none_for_zero(name, value)
     return dataclasses.replace(settings, **{name: value})
+
+
+def restore(default: Any, values: Mapping[str, Any]) -> Any:
+    """A configuration from what `dataclasses.asdict` made of it, after a round trip through JSON.
+
+    Args:
+        default: A configuration of the same classes.
+        values: Its fields; all must be there, and no others.
+
+    Raises:
+        SelfTPTError: The fields are others, or do not allow the values.
+    """
+    fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
+    if not isinstance(values, Mapping) or values.keys() != fields.keys():
+        raise SelfTPTError(
+            f"{type(default).__name__} of another version of selftpt: it has the fields {', '.join(fields)}"
+        )
+    return dataclasses.replace(
+        default,
+        **{
+            name: restore(own, values[name]) if dataclasses.is_dataclass(own) else values[name]
+            for name, own in fields.items()
+        },
+    )
 
 
 def none_for_zero(name: str, value: int) -> int | None:

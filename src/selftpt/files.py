@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 import typing
 import warnings
 from collections.abc import Iterator, Mapping
@@ -223,8 +224,11 @@ def _integer(text: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("a key is repeated")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:40]!a} is repeated")
+        found[key] = value
     return found
 
 
@@ -236,8 +240,9 @@ class Schema:
         header: The type of each entry of the header, all of which are needed and no others allowed: `int`, `float`,
             `bool`, `str` (that can be shown in one line), `list` or `dict` of anything, `X | None`, or a mapping that
             is the schema of an object.
-        tensors: The dimensions of each tensor, all of which are float32: `{"w": "E D", "b": "E"}`; a letter stands for
-            the same size wherever it occurs. None allows any tensors.
+        tensors: The dimensions of each tensor: `{"w": "E D", "b": "E"}`; a letter stands for the same size wherever it
+            occurs. Tensors are float32, or int64 where the dimensions start with `I64`. The name `*` allows other
+            tensors too. None allows any tensors.
         oldest: The oldest format that is read; format 1 has no digests.
     """
 
@@ -259,11 +264,14 @@ class Schema:
         sizes: dict[str, int] = {}
         if self.tensors is None:
             return sizes
-        if header["tensors"].keys() != self.tensors.keys():
-            raise ValueError(f"its tensors must be {', '.join(self.tensors)}")
-        for name, dimensions in self.tensors.items():
+        listed = {name: dimensions for name, dimensions in self.tensors.items() if name != "*"}
+        found = header["tensors"].keys()
+        if not listed.keys() <= found or (found != listed.keys() and "*" not in self.tensors):
+            raise ValueError(f"its tensors must be {', '.join(listed)}")
+        for name, dimensions in listed.items():
             dtype, shape = header["tensors"][name]["dtype"], header["tensors"][name]["shape"]
-            letters = dimensions.split()
+            letters = dimensions.removeprefix("I64 ").split()
+            wanted = "I64" if dimensions.startswith("I64 ") else "F32"
             fits = len(shape) == len(letters) and all(
                 size > 0 and sizes.setdefault(letter, size) == size for letter, size in zip(letters, shape, strict=True)
             )

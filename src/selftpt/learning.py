@@ -6,57 +6,109 @@ import dataclasses
 import hashlib
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from selftpt.config import VIEWS, LearnConfig
+from selftpt.data.cache import Cache, code_digest
 from selftpt.data.decoding import ImageError, warn_of
-from selftpt.data.sources import Source, read_folder
+from selftpt.data.sources import Source
 from selftpt.files import check_writable, digest
+from selftpt.gradients import with_gradients
 from selftpt.losses import Head
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import ClassTokens, class_tokens
 from selftpt.objective import Batch, Task, joint_step
 from selftpt.prompt import Prompt, initial_context, initial_head
-from selftpt.training import Losses, RunFiles, State, source_features, train
+from selftpt.training import Losses, RunFiles, State, Training, source_features
 from selftpt.version import __version__
 
+PARAMETERS = ("context", *Head._fields)
 
+
+@with_gradients
 def learn(
     model: Model,
     source: str | os.PathLike[str] | Source,
     config: LearnConfig | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
+    initial: Mapping[str, Tensor] | None = None,
+    cache: Cache | None = None,
     on_error: Callable[[ImageError], None] = warn_of,
 ) -> Prompt:
-    """Learn a prompt from labelled pictures.
+    """Learn a prompt from labelled images.
 
-    source: a folder with a folder a class, or a `Source`.
-    out: where the prompt is written; beside it `OUT.log.jsonl`, a line a step, and while it learns
-    `OUT.checkpoint`, from which a run that was killed goes on to the same bits.
-    on_error: is told of every picture that cannot be used; the others go on.
+    Args:
+        model: The frozen model.
+        source: A folder with one folder per class, a CSV file of paths and class names, or a `Source`.
+        config: The configuration; by default the paper's.
+        out: Where the prompt is written. Beside it are `OUT.log.jsonl`, one line per step, and, during training,
+            `OUT.checkpoint`, from which an interrupted run resumes bitwise-identically.
+        initial: Initial values of `context` [M, d] or of the head's `w1`, `b1`, `w2`, `b2`.
+        cache: Where image features are cached.
+        on_error: Called for every image that cannot be used; the others are used.
+
+    Returns:
+        The learned prompt.
+
+    Example:
+        >>> import selftpt
+        >>> model = selftpt.load_model()
+        >>> prompt = selftpt.learn(model, "photos/", out="prompt.safetensors")  # doctest: +SKIP
     """
     config = config or LearnConfig()
     path = Path(out) if out is not None else None
     if path:
         check_writable(path)
-    few = (source if isinstance(source, Source) else read_folder(source)).few(config.shots, config.seed)
+    few = (source if isinstance(source, Source) else Source.read(source)).few(config.shots, config.seed)
     tokens = class_tokens(model.text.tokenizer, few.names, config.length, config.contrast)
-    features, labels = source_features(model, few, config, on_error)
-    return learn_from_features(model, tokens, features, labels, config, path)
+    features, labels = source_features(model, few, config, cache or Cache(), on_error)
+    return learn_from_features(model, tokens, features, labels, config, path, initial)
 
 
+@with_gradients
 def learn_from_features(
-    model: Model, tokens: ClassTokens, features: Tensor, labels: Tensor, config: LearnConfig, out: Path | None = None
+    model: Model,
+    tokens: ClassTokens,
+    features: Tensor,
+    labels: Tensor,
+    config: LearnConfig,
+    out: Path | None = None,
+    initial: Mapping[str, Tensor] | None = None,
 ) -> Prompt:
-    """Stage 1 proper, which touches no pixel.
+    """Learn a prompt from features [N, crops, D], of which each epoch takes the next crop, and labels [N]."""
+    training = prompt_training(model, tokens, features, labels, config)
+    training.start_from(initial or {})
+    settings = dataclasses.asdict(config)
+    files = RunFiles(out, _run_key(model, tokens, features, labels, settings, initial), model.id.meaningless)
+    origin = {
+        "stage": "learn",
+        "settings": settings,
+        "classes": list(tokens.names),
+        "pictures": len(labels),
+        "selftpt": __version__,
+    }
+    prompt = Prompt.of(training.run(files), config.contrast, model.id, origin)
+    files.finish(prompt.save)
+    return prompt
 
-    features: [N, crops, D], unit features of crops of each picture, which the epochs take in turn; labels: [N].
+
+def prompt_training(
+    model: Model, tokens: ClassTokens, features: Tensor, labels: Tensor, config: LearnConfig
+) -> Training:
+    """The training run of stage 1, whose parameters are the context [M, d] and the head.
+
+    Args:
+        model: The frozen model.
+        tokens: The class names.
+        features: [N, crops, D], L2-normalised features of crops of each image.
+        labels: [N].
+        config: The configuration.
     """
     device = model.device
     generator = torch.Generator().manual_seed(config.seed)
@@ -66,7 +118,7 @@ def learn_from_features(
     state = State.sgd(parameters, config, remembers={"average": parameters[0]})
     lists = ClassLists(model, tokens, config)
 
-    def step(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
+    def gradients(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
         task, classes = lists.draw(labels[chosen].tolist(), f"classes {config.seed} {epoch} {number}")
         crops = features[chosen, epoch % features.shape[1]]
         batch = Batch(crops.to(device), classes.to(device), model.scale)
@@ -75,22 +127,21 @@ def learn_from_features(
         state.memory["average"] = result.average
         return result.losses, [result.prompt, *result.head]
 
-    settings = dataclasses.asdict(config)
-    content = hashlib.sha256(features.contiguous().numpy().data).hexdigest()
-    made_of = digest(__version__, model.id.digest, settings, tokens.names, content, labels.tolist())
-    files = RunFiles(out, made_of, model.id.meaningless)
-    train(state, step, len(labels), config, files)
-    origin = {
-        "stage": "learn",
-        "settings": settings,
-        "classes": list(tokens.names),
-        "pictures": len(labels),
-        "selftpt": __version__,
-    }
-    learned = [parameter.detach().cpu() for parameter in state.parameters]
-    prompt = Prompt(learned[0], Head(*learned[1:]), config.contrast, model.id, origin)
-    files.finish(prompt.save)
-    return prompt
+    return Training(PARAMETERS, state, gradients, len(labels), config)
+
+
+def _run_key(
+    model: Model,
+    tokens: ClassTokens,
+    features: Tensor,
+    labels: Tensor,
+    settings: Mapping[str, object],
+    initial: Mapping[str, Tensor] | None,
+) -> str:
+    """A digest of all that determines the result, so that a checkpoint of another run is not resumed."""
+    contents = {name: tensor.contiguous().cpu().numpy() for name, tensor in {"": features, **(initial or {})}.items()}
+    hashes = [(name, hashlib.sha256(array.data).hexdigest()) for name, array in contents.items()]
+    return digest(code_digest(), model.id.digest, settings, tokens.names, hashes, labels.tolist())
 
 
 class ClassLists:

@@ -76,6 +76,13 @@ class Prompt:
         return sha.hexdigest()[:32]
 
     @classmethod
+    def of(
+        cls, tensors: Mapping[str, Tensor], contrast: ContrastConfig, model: ModelId, origin: Mapping[str, Any]
+    ) -> Prompt:
+        """A prompt of the tensors `context`, `w1`, `b1`, `w2`, `b2`."""
+        return cls(tensors["context"], Head(*(tensors[name] for name in Head._fields)), contrast, model, origin)
+
+    @classmethod
     def embedded(cls) -> Prompt:
         """The prompt that comes with selftpt, for its embedded model."""
         return cls.load(EMBEDDED_FILES / "prompt.safetensors")

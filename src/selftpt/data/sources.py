@@ -1,70 +1,187 @@
-"""Labelled images and where images are found: folders, lists, patterns."""
+"""Labelled images, and where images are found: folders, CSV files, lists, patterns."""
 
 from __future__ import annotations
 
+import csv
 import glob
 import os
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from selftpt.data.decoding import SUFFIXES
+from torch import Tensor
+
+from selftpt.data.decoding import SUFFIXES, ImageInput
 from selftpt.errors import SelfTPTError
 from selftpt.names import check_names
 
 
 @dataclass(frozen=True)
 class Source:
-    """Labelled pictures: class names, and for each picture its path and the index of its class."""
+    """Labelled images to learn from or to test on.
+
+    Attributes:
+        names: The class names.
+        images: Paths, PIL images, arrays or tensors. Empty if there are features instead.
+        labels: For each image the index of its class.
+        features: L2-normalised image features [N, crops, D], which stand for images that are not at hand.
+
+    Example:
+        >>> import numpy as np
+        >>> from selftpt import Source
+        >>> photos = [np.zeros((32, 32, 3), dtype=np.uint8), np.ones((32, 32, 3), dtype=np.uint8)]
+        >>> Source.from_images(photos, ["cat", "dog"]).names
+        ('cat', 'dog')
+    """
 
     names: tuple[str, ...]
-    paths: tuple[Path, ...]
+    images: tuple[ImageInput, ...]
     labels: tuple[int, ...]
+    features: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", check_names(self.names))
+        count = len(self.images) if self.features is None else len(self.features)
+        if self.features is not None and (self.images or self.features.ndim != 3):
+            raise SelfTPTError("a source has either images, or features of shape [N, crops, D]")
+        if len(self.labels) != count:
+            raise SelfTPTError(f"a source has one label per image: {count} images, {len(self.labels)} labels")
+        if self.labels and not 0 <= min(self.labels) <= max(self.labels) < len(self.names):
+            raise SelfTPTError(f"the labels of a source are indices of its {len(self.names)} class names")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Source:
+        """Read a folder with one folder per class, or a CSV file of image paths and class names."""
+        return cls.from_csv(path) if Path(path).suffix.lower() == ".csv" else cls.from_folder(path)
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str]) -> Source:
+        """Read a folder with one folder of images per class, named like the class."""
+        root = Path(folder)
+        try:
+            if not root.is_dir():
+                raise SelfTPTError(f"{root} is not a folder" if root.exists() else f"the folder {root} does not exist")
+            classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        except OSError as error:
+            raise SelfTPTError(f"cannot read the folder {root}: {error.strerror}") from error
+        if len(classes) < 2:
+            raise SelfTPTError(
+                f"{root} must have one folder of images per class, at least two; it has {len(classes)} folders"
+            )
+        images: list[Path] = []
+        labels: list[int] = []
+        for label, place in enumerate(classes):
+            found = images_in(place)
+            if not found:
+                raise SelfTPTError(f"the class folder {place} has no image")
+            images += found
+            labels += [label] * len(found)
+        return cls(tuple(path.name for path in classes), tuple(images), tuple(labels))
+
+    @classmethod
+    def from_csv(cls, file: str | os.PathLike[str]) -> Source:
+        """Read a CSV file with two columns, image path and class name; a first line `path,label` is optional.
+
+        Relative paths start at the folder of the file. Classes are in alphabetical order.
+        """
+        path = Path(file)
+        rows: list[tuple[Path, str]] = []
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as lines:
+                for number, row in enumerate(csv.reader(lines, strict=True), 1):
+                    if not row or (number == 1 and [cell.strip().lower() for cell in row] == ["path", "label"]):
+                        continue
+                    if len(row) != 2 or not all(cell.strip() for cell in row):
+                        raise SelfTPTError(f"{path}, line {number}: expected an image path and a class name")
+                    rows.append((path.parent / row[0].strip(), row[1].strip()))
+        except FileNotFoundError as error:
+            raise SelfTPTError(f"{path} does not exist") from error
+        except OSError as error:
+            raise SelfTPTError(f"cannot read {path}: {error.strerror}") from error
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise SelfTPTError(f"{path} is not a CSV file in UTF-8: {error}") from error
+        if len({name for _, name in rows}) < 2:
+            raise SelfTPTError(f"{path} must name images of at least two classes")
+        return cls.from_images([image for image, _ in rows], [name for _, name in rows])
+
+    @classmethod
+    def from_images(
+        cls, images: Sequence[ImageInput], labels: Sequence[str | int], names: Sequence[str] | None = None
+    ) -> Source:
+        """Make a source of images in memory, or of paths.
+
+        Args:
+            images: Paths, PIL images, arrays or tensors, as `Classifier.predict` takes them.
+            labels: The class of each image: its name, or its index in `names`.
+            names: The class names; by default those of the labels in alphabetical order.
+        """
+        return cls(*_indexed(labels, names, tuple(images)))
+
+    @classmethod
+    def from_features(cls, features: Tensor, labels: Sequence[str | int], names: Sequence[str] | None = None) -> Source:
+        """Make a source of L2-normalised image features.
+
+        Args:
+            features: [N, D], or [N, crops, D] for several crops of each image, which the epochs take in turn.
+            labels: The class of each image: its name, or its index in `names`.
+            names: The class names; by default those of the labels in alphabetical order.
+        """
+        return cls(*_indexed(labels, names, ()), features[:, None] if features.ndim == 2 else features)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The images of a source that consists of files."""
+        assert all(isinstance(image, Path) for image in self.images)
+        return self.images  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, indices: Sequence[int]) -> Source:
+        """The images at some positions."""
+        return Source(
+            self.names,
+            tuple(self.images[i] for i in indices) if self.features is None else (),
+            tuple(self.labels[i] for i in indices),
+            None if self.features is None else self.features[list(indices)],
+        )
 
     def few(self, shots: int | None, seed: int) -> Source:
-        """At most `shots` pictures a class, by the published rule: classes in order of appearance, a sample of each."""
+        """At most `shots` images per class, by CoOp's rule: classes in order of appearance, a random sample of each."""
         if shots is None:
             return self
         rng = random.Random(seed)
-        by_class: dict[int, list[Path]] = {}
-        for path, label in zip(self.paths, self.labels, strict=True):
-            by_class.setdefault(label, []).append(path)
-        chosen = [
-            (path, label)
-            for label, paths in by_class.items()
-            for path in (rng.sample(paths, shots) if len(paths) >= shots else paths)
-        ]
-        return Source(self.names, tuple(p for p, _ in chosen), tuple(label for _, label in chosen))
+        by_class: dict[int, list[int]] = {}
+        for i, label in enumerate(self.labels):
+            by_class.setdefault(label, []).append(i)
+        return self.select(
+            [
+                i
+                for members in by_class.values()
+                for i in (rng.sample(members, shots) if len(members) >= shots else members)
+            ]
+        )
 
 
-def read_folder(folder: str | os.PathLike[str]) -> Source:
-    """A folder with a folder a class; its name is the class name."""
-    root = Path(folder)
-    try:
-        if not root.is_dir():
-            raise SelfTPTError(f"{root} is not a folder" if root.exists() else f"the folder {root} does not exist")
-        classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except OSError as error:
-        raise SelfTPTError(f"cannot read the folder {root}: {error.strerror}") from error
-    if len(classes) < 2:
-        raise SelfTPTError(f"{root} must have a folder for each class, two at least; it has {len(classes)}")
-    paths, labels = [], []
-    for label, sub in enumerate(classes):
-        pictures = images_in(sub)
-        if not pictures:
-            raise SelfTPTError(f"the class folder {sub} has no picture")
-        paths += pictures
-        labels += [label] * len(pictures)
-    return Source(tuple(path.name for path in classes), tuple(paths), tuple(labels))
+def _indexed(
+    labels: Sequence[str | int], names: Sequence[str] | None, images: tuple[ImageInput, ...]
+) -> tuple[tuple[str, ...], tuple[ImageInput, ...], tuple[int, ...]]:
+    """Class names, images, and labels as indices of the names."""
+    known = check_names(sorted({label for label in labels if isinstance(label, str)}) if names is None else names)
+    place = {name: i for i, name in enumerate(known)}
+    indices = []
+    for i, label in enumerate(labels):
+        found = place.get(label) if isinstance(label, str) else int(label)
+        if found is None:
+            raise SelfTPTError(f"label {i + 1} of {len(labels)}, {label!r}, is not one of the class names")
+        indices.append(found)
+    return known, images, tuple(indices)
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The picture files below a folder, sorted, hidden ones left out."""
+    """The image files below a folder, sorted, hidden ones left out."""
     found = []
     for root, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -79,12 +196,12 @@ def _refuse(error: OSError) -> None:
 
 
 def is_place(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder or a pattern, for `find_images`, and not one picture."""
+    """Whether a path is a folder or a pattern, for `find_images`, and not one image."""
     return os.path.isdir(path) or (glob.has_magic(os.fspath(path)) and not os.path.exists(path))
 
 
 def find_images(places: Iterable[str | os.PathLike[str]], listing: TextIO | None = None) -> Iterator[Path]:
-    """Files, folders (all below them) and glob patterns to picture paths; "-" reads `listing`, a path a line."""
+    """Files, folders (all below them) and glob patterns to image paths; "-" reads `listing`, one path per line."""
     for place in places:
         text = os.fspath(place)
         path = Path(text)
@@ -94,7 +211,7 @@ def find_images(places: Iterable[str | os.PathLike[str]], listing: TextIO | None
         if os.path.isdir(text):
             found = images_in(path)
             if not found:
-                raise SelfTPTError(f"the folder {path} has no picture")
+                raise SelfTPTError(f"the folder {path} has no image")
             yield from found
         elif os.path.exists(text):
             yield path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from selftpt.models.blocks import LayerPrompts
 from selftpt.models.loading import (
     EMBEDDED,
     EMBEDDED_FILES,

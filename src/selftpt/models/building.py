@@ -49,6 +49,7 @@ class SeededRandomOps(TorchDispatchMode):
     """Within this context, random operations of the current thread draw from a generator of their own.
 
     The values are those that follow `torch.manual_seed(seed)`; the global random state is neither read nor changed.
+    Memory that open_clip leaves uninitialised, as for a projection of CoCa's decoder, is zero.
     """
 
     def __init__(self, seed: int) -> None:
@@ -61,7 +62,10 @@ class SeededRandomOps(TorchDispatchMode):
             if all(argument.name != "generator" for argument in func._schema.arguments):
                 func = func.overloadpacket.generator
             kwargs["generator"] = self.generator
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func.overloadpacket is torch.ops.aten.empty and result.is_floating_point():
+            result.zero_()
+        return result
 
 
 def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any:

@@ -30,11 +30,6 @@ class ModelId:
     pretrained: str | None
     digest: str
 
-    def __post_init__(self) -> None:
-        for field, value in vars(self).items():
-            if not isinstance(value, str) and not (field == "pretrained" and value is None):
-                raise TypeError(f"{field} of a model must be a string, not {type(value).__name__}")
-
     @property
     def meaningless(self) -> bool:
         return self.pretrained == RANDOM

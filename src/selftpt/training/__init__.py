@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from selftpt.training.checkpoints import RunFiles
 from selftpt.training.data import Crops, source_crops, source_features
-from selftpt.training.loop import Losses, batches, learning_rate, seeded, train
+from selftpt.training.loop import Losses, Training, batches, learning_rate, seeded
 from selftpt.training.state import State
 
 __all__ = [
@@ -12,10 +12,10 @@ __all__ = [
     "Losses",
     "RunFiles",
     "State",
+    "Training",
     "batches",
     "learning_rate",
     "seeded",
     "source_crops",
     "source_features",
-    "train",
 ]

@@ -1,16 +1,18 @@
-"""Optimisation on labelled images, epoch by epoch, by CoOp's schedule."""
+"""Optimisation on labelled images, epoch by epoch, with CoOp's schedule."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from selftpt.config import TrainConfig
 from selftpt.errors import SelfTPTError
+from selftpt.gradients import with_gradients
 from selftpt.progress import Bar
 from selftpt.training.checkpoints import RunFiles
 from selftpt.training.state import State
@@ -31,44 +33,83 @@ def seeded(text: str) -> torch.Generator:
     return torch.Generator().manual_seed(random.Random(text).getrandbits(63))
 
 
-def train(
-    state: State,
-    step: StepFunction,
-    count: int,
-    config: TrainConfig,
-    files: RunFiles,
-    rate: Callable[[int, TrainConfig], float] = learning_rate,
-) -> None:
-    """Descend for `config.epochs`, in batches of `count` pictures.
+@dataclass
+class Training:
+    """A training run that is ready to start.
 
-    step: the pictures of a batch [B], the epoch and the step's number in it, to losses and the gradient of each of
-    the state's parameters. rate: the learning rate of an epoch, which is all of it; a group of the optimizer may have
-    one of its own, called "rate".
+    Attributes:
+        names: The name of each parameter.
+        state: Parameters and optimizer.
+        gradients: The image indices [B] of a batch, the epoch and the step's number in it, to the losses and the
+            gradient of each parameter.
+        images: Number of training images.
+        config: Epochs, batch size, learning rate.
+        rate: The learning rate of an epoch; a parameter group of the optimizer may have its own, called "rate".
+        constants: Tensors that are kept with the learned parameters.
     """
-    first = files.resume(state, config.epochs)
-    steps = len(batches(count, config, 0))
-    with Bar("learning", steps * config.epochs, done=steps * first) as bar:
-        for epoch in range(first, config.epochs):
-            lr = rate(epoch, config)
-            for group in state.optimizer.param_groups:
-                group["lr"] = group.get("rate", rate)(epoch, config)
-            lines = []
-            for number, chosen in enumerate(batches(count, config, epoch)):
-                losses, gradients = step(chosen, epoch, number)
-                if not all(map(math.isfinite, losses.values())):
-                    raise SelfTPTError(
-                        f"the losses are no longer numbers in epoch {epoch}, step {number}: lower the rate"
-                    )
-                for parameter, gradient in zip(state.parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                state.optimizer.step()
-                lines.append({"epoch": epoch, "step": number, "lr": lr, **losses})
-                bar.step()
-            files.keep(state, epoch + 1, lines)
+
+    names: Sequence[str]
+    state: State
+    gradients: StepFunction
+    images: int
+    config: TrainConfig
+    rate: Callable[[int, TrainConfig], float] = learning_rate
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return dict(zip(self.names, self.state.parameters, strict=True))
+
+    def start_from(self, initial: Mapping[str, Tensor]) -> None:
+        """Set the initial values of some parameters.
+
+        Raises:
+            SelfTPTError: There is no parameter of this name, or it has another shape.
+        """
+        for name, value in initial.items():
+            own = self.parameters.get(name)
+            if own is None:
+                raise SelfTPTError(f"no parameter is called {name!r}: initialise one of {', '.join(self.names)}")
+            if own.shape != value.shape:
+                raise SelfTPTError(f"the initial {name} has shape {list(value.shape)}, not {list(own.shape)}")
+            own.data.copy_(value)
+
+    @with_gradients
+    def step(self, epoch: int = 0, number: int = 0) -> Losses:
+        """One optimisation step, the `number`-th of an epoch; returns its losses."""
+        return self._step(batches(self.images, self.config, epoch)[number], epoch, number)
+
+    @with_gradients
+    def run(self, files: RunFiles) -> dict[str, Tensor]:
+        """All epochs, from the last checkpoint of an interrupted run; returns what was learned, on the CPU."""
+        config = self.config
+        first = files.resume(self.state, config.epochs)
+        steps = len(batches(self.images, config, 0))
+        with Bar("learning", steps * config.epochs, done=steps * first) as bar:
+            for epoch in range(first, config.epochs):
+                lines = []
+                for number, chosen in enumerate(batches(self.images, config, epoch)):
+                    losses = self._step(chosen, epoch, number)
+                    lines.append({"epoch": epoch, "step": number, "lr": self.rate(epoch, config), **losses})
+                    bar.step()
+                files.keep(self.state, epoch + 1, lines)
+        return {name: tensor.detach().cpu() for name, tensor in {**self.parameters, **self.constants}.items()}
+
+    def _step(self, chosen: Tensor, epoch: int, number: int) -> Losses:
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = group.get("rate", self.rate)(epoch, self.config)
+        losses, gradients = self.gradients(chosen, epoch, number)
+        if not all(map(math.isfinite, losses.values())):
+            raise SelfTPTError(f"the losses are not finite in epoch {epoch}, step {number}: lower the learning rate")
+        for parameter, gradient in zip(self.state.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.state.optimizer.step()
+        return losses
 
 
 def batches(count: int, config: TrainConfig, epoch: int) -> Sequence[Tensor]:
-    """The pictures of each step of an epoch; the last incomplete batch is dropped unless it is the only one."""
+    """The images of each step of an epoch; the last incomplete batch is dropped unless it is the only one."""
     generator = torch.Generator().manual_seed(config.seed * 100_003 + epoch)
     parts = torch.randperm(count, generator=generator).split(config.batch)
     return [part for part in parts if len(part) == config.batch] or parts

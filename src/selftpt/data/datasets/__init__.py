@@ -10,7 +10,7 @@ from pathlib import Path
 from selftpt.data.datasets import splits
 from selftpt.data.datasets.sampling import fraction, half, limit, some_classes
 from selftpt.data.datasets.table import COOP, DATASETS, Spec
-from selftpt.data.sources import Source, read_folder
+from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
 
 __all__ = ["COOP", "DATASETS", "Dataset", "Spec", "fraction", "half", "limit", "read_dataset", "some_classes"]
@@ -126,11 +126,11 @@ def _read_own(root: Path) -> Dataset:
         splits.check_there(file, (train, test), "put them there, or take them out of the list")
     elif (root / "train").is_dir() and (root / "test").is_dir():
         split = "the folders train and test"
-        train, test = read_folder(root / "train"), read_folder(root / "test")
+        train, test = Source.from_folder(root / "train"), Source.from_folder(root / "test")
         if odd := sorted({*train.names} ^ {*test.names}):
             raise SelfTPTError(f"{root}: the class {odd[0]!r} is in only one of the folders train and test")
     else:
-        split, whole = splits.MADE, read_folder(root)
+        split, whole = splits.MADE, Source.from_folder(root)
         if {*whole.names} <= {"train", "val", "test"}:
             raise SelfTPTError(f"{root} must have both train and test, or else a folder a class")
         train, test = splits.cut(whole)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
@@ -59,17 +59,12 @@ def by_label(source: Source) -> dict[int, list[int]]:
 
 def _pictures(source: Source, places: Iterable[int]) -> Source:
     """The pictures at these places, in the order of the list."""
-    ordered = sorted(places)
-    return Source(
-        source.names, tuple(source.paths[place] for place in ordered), tuple(source.labels[place] for place in ordered)
-    )
+    return source.select(sorted(places))
 
 
 def _classes(source: Source, labels: Sequence[int]) -> Source:
     """The classes of these labels, labelled from 0."""
     new = {label: i for i, label in enumerate(labels)}
-    kept: list[tuple[Path, int]] = [
-        (path, new[label]) for path, label in zip(source.paths, source.labels, strict=True) if label in new
-    ]
+    kept = source.select([i for i, label in enumerate(source.labels) if label in new])
     names = tuple(source.names[label] for label in labels)
-    return Source(names, tuple(path for path, _ in kept), tuple(label for _, label in kept))
+    return dataclasses.replace(kept, names=names, labels=tuple(new[label] for label in kept.labels))

@@ -1,0 +1,273 @@
+"""The cache on disk: image features, adapted classifiers and what methods have learned, computed once.
+
+What is cached can always be computed again, so the cache never stops the work: an entry that cannot be read or written
+gives a warning. Keys are made of what determines the content, source code and library versions included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from selftpt.config import CacheMode
+from selftpt.data.views import FileFingerprint, ViewSpec
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.files import (
+    Schema,
+    cache_folder,
+    digest,
+    read_header,
+    read_tensors,
+    set_aside,
+    write_tensors,
+)
+from selftpt.locks import lock
+from selftpt.models import Model
+
+SCHEMA = Schema(header={"model": str, "views": str, "images": list}, tensors={"features": "N V D"}, oldest=2)
+EVICTED = ("features", "classifiers", "learned")
+ENTRY_SUFFIXES = (".safetensors", ".damaged")
+LIBRARIES = ("torch", "torchvision", "open_clip_torch", "timm", "pillow", "numpy")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where results are cached, and whether they are.
+
+    Attributes:
+        mode: `on`, `off`, or `read-only`, which uses entries but adds and removes none.
+        max_gigabytes: When the cache grows beyond this size, the least recently used entries are deleted; None is no
+            limit.
+        folder: The folder; by default $SELFTPT_CACHE, or selftpt in the user's cache folder.
+    """
+
+    mode: CacheMode = "on"
+    max_gigabytes: float | None = 20.0
+    folder: Path = field(default_factory=cache_folder)
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(CacheMode):
+            raise SelfTPTError(f"the cache mode must be one of {', '.join(get_args(CacheMode))}, not {self.mode!r}")
+        if self.max_gigabytes is not None and not self.max_gigabytes > 0:
+            raise SelfTPTError(f"max_gigabytes of the cache must be above 0, or None, not {self.max_gigabytes}")
+        object.__setattr__(self, "folder", Path(self.folder))
+
+    @property
+    def reads(self) -> bool:
+        return self.mode != "off"
+
+    @property
+    def writes(self) -> bool:
+        return self.mode == "on"
+
+    def write(self, path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, object]) -> bool:
+        """Write an entry below `folder`, and keep the size limit; whether it could be written."""
+        if not self.writes:
+            return False
+        try:
+            write_tensors(path, kind, tensors, header)
+        except SelfTPTError as error:
+            warnings.warn(f"the result is not cached: {error}", SelfTPTWarning, stacklevel=3)
+            return False
+        self.evict()
+        return True
+
+    def writable(self, kind: str) -> Path | None:
+        """The folder of a kind of entries; None, with a warning, if it cannot be written or locked."""
+        if not self.writes:
+            return None
+        try:
+            with lock(self.folder / kind / "writable.lock"):
+                return self.folder / kind
+        except SelfTPTError as error:
+            warnings.warn(f"results are not cached: {error}", SelfTPTWarning, stacklevel=3)
+            return None
+
+    def touch(self, path: Path) -> None:
+        """Mark an entry as used now."""
+        if self.writes:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def evict(self) -> None:
+        """Delete the least recently used entries until the size limit holds; a running training run is left alone."""
+        if self.max_gigabytes is None:
+            return
+        files = [file for kind in EVICTED for file in _files(self.folder / kind)]
+        excess = sum(stat.st_size for _, stat in files) - self.max_gigabytes * 1e9
+        entries = [(stat.st_mtime_ns, path, stat.st_size) for path, stat in files if path.suffix in ENTRY_SUFFIXES]
+        for _, path, size in sorted(entries):
+            if excess <= 0:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+                excess -= size
+
+
+NO_CACHE = Cache("off", None, Path())
+
+
+@functools.cache
+def code_digest(*packages: str) -> str:
+    """A digest of the source code of parts of selftpt, and of the versions of the libraries underneath.
+
+    Args:
+        packages: Modules or packages below `selftpt`, such as `data`; all of it by default.
+    """
+    root = Path(__file__).parents[1]
+    sha = hashlib.sha256(repr([version(name) for name in LIBRARIES]).encode())
+    places = [root / name for name in packages] or [root]
+    for file in sorted(file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])):
+        sha.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return sha.hexdigest()[:32]
+
+
+class FeatureCache:
+    """Cached features of images by one model and one view specification, in shards.
+
+    A shard is a file with the features of some images. Its header is read when the cache is opened; its features are
+    verified and mapped into memory when one of its images is first asked for. Thread-safe.
+
+    Args:
+        cache: The policy.
+        model: Whose features these are.
+        spec: Which views.
+        fixed_batch: Whether the features were computed in batches of a fixed size (`FeatureProvider`).
+    """
+
+    def __init__(self, cache: Cache, model: Model, spec: ViewSpec, fixed_batch: bool) -> None:
+        self.cache, self.model, self.spec = cache, model, spec
+        key = digest(
+            code_digest("data", "models"),
+            (model.id.digest, model.precision, model.device.type, fixed_batch),
+            spec.key,
+        )
+        self.folder = cache.folder / "features" / key
+        self._rows: dict[FileFingerprint, tuple[Path, int]] = {}
+        self._shards: dict[Path, Tensor | None] = {}
+        self._lock = threading.Lock()
+        if cache.reads:
+            for shard in sorted(self.folder.glob("*.safetensors")):
+                try:
+                    images = _images(read_header(shard, "features", SCHEMA))
+                except SelfTPTError as error:
+                    self._discard(shard, error)
+                else:
+                    self._rows.update((fingerprint, (shard, row)) for row, fingerprint in enumerate(images))
+
+    def get(self, fingerprint: FileFingerprint | None) -> Tensor | None:
+        """The features [views, D] of an image, or None."""
+        if fingerprint is None or fingerprint not in self._rows:
+            return None
+        shard, row = self._rows[fingerprint]
+        with self._lock:
+            if shard not in self._shards:
+                self._shards[shard] = self._read(shard)
+            features = self._shards[shard]
+        return None if features is None else features[row]
+
+    def put(self, features: Mapping[FileFingerprint, Tensor]) -> None:
+        """Write the features [views, D] of images as one shard."""
+        if not features or not self.cache.writes:
+            return
+        header = {
+            "model": f"{self.model.id} {self.model.precision}",
+            "views": str(self.spec),
+            "images": list(features),
+        }
+        shard = self.folder / f"{digest(list(features))}.safetensors"
+        if self.cache.write(shard, "features", {"features": torch.stack(list(features.values()))}, header):
+            self._rows.update((fingerprint, (shard, row)) for row, fingerprint in enumerate(features))
+
+    def _read(self, shard: Path) -> Tensor | None:
+        try:
+            header, tensors = read_tensors(shard, "features", SCHEMA, mapped=True)
+            features = tensors["features"]
+            if tuple(features.shape) != (len(_images(header)), self.spec.views, self.model.dimension):
+                raise SelfTPTError(f"{shard} does not hold the features of its images")
+        except SelfTPTError as error:
+            self._discard(shard, error)
+            return None
+        self.cache.touch(shard)
+        return features
+
+    def _discard(self, shard: Path, error: SelfTPTError) -> None:
+        if self.cache.writes:
+            set_aside(shard, str(error))
+        elif shard.exists():
+            warnings.warn(f"the cache entry is not used: {error}", SelfTPTWarning, stacklevel=4)
+
+
+def _images(header: Mapping[str, object]) -> list[FileFingerprint]:
+    """The fingerprints in the header of a shard."""
+    images = header.get("images")
+    if not isinstance(images, list) or not all(
+        isinstance(one, list) and one and all(type(part) in (str, int) for part in one) for one in images
+    ):
+        raise SelfTPTError("the header of a features file has no list of images")
+    return [tuple(one) for one in images]
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """What the cache has of one kind; of features, those of one model and view specification.
+
+    Attributes:
+        kind: `features`, `classifiers`, `learned` or `generated`.
+        content: What it is, in words.
+        items: Number of images, classifiers or files.
+        bytes: Size on disk.
+        path: Its folder.
+    """
+
+    kind: str
+    content: str
+    items: int
+    bytes: int
+    path: Path
+
+    def remove(self) -> None:
+        """Delete it from the disk."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def cache_entries(cache: Cache) -> Iterator[CacheEntry]:
+    """List what a cache holds. Files that cannot be read count as bytes of unknown content."""
+    for folder in sorted(path for path in (cache.folder / "features").glob("*") if path.is_dir()):
+        content, images, size = "unknown", 0, 0
+        for file, stat in _files(folder):
+            size += stat.st_size
+            with contextlib.suppress(SelfTPTError):
+                header = read_header(file, "features", SCHEMA)
+                images += len(_images(header))
+                content = f"{header.get('model')}: {header.get('views')}"
+        yield CacheEntry("features", content, images, size, folder)
+    for kind, content in (
+        ("classifiers", "adapted classifiers"),
+        ("learned", "prompts and other learned parameters"),
+        ("generated", "images that a diffusion model generated, which are never evicted"),
+    ):
+        files = list(_files(cache.folder / kind))
+        if files:
+            size = sum(stat.st_size for _, stat in files)
+            yield CacheEntry(kind, content, len(files), size, cache.folder / kind)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                yield path, path.stat()

@@ -1,0 +1,131 @@
+"""Views of an image: the image itself, or random resized crops of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from selftpt.data.decoding import ImageError, ImageInput, open_image
+from selftpt.data.transforms import Preprocess
+
+FileFingerprint = tuple[str | int, ...]  # differs when a file has changed
+MAX_MEGAPIXELS = 80.0
+
+
+class LazyImage:
+    """An image that is decoded when it is first needed, so that several kinds of views share the decoding."""
+
+    def __init__(self, source: ImageInput) -> None:
+        self.source = source
+        self._decoded: dict[float, Image.Image] = {}
+
+    def decode(self, max_megapixels: float) -> Image.Image:
+        """The image in RGB.
+
+        Raises:
+            ImageError: The image cannot be used, or is larger than `max_megapixels`.
+        """
+        if max_megapixels not in self._decoded:
+            self._decoded[max_megapixels] = open_image(self.source, max_megapixels)
+        return self._decoded[max_megapixels]
+
+
+@dataclass(frozen=True)
+class ViewSpec:
+    """Which views of an image the image tower is shown: the image itself, or `crops` random resized crops.
+
+    Attributes:
+        crops: Number of random crops; 0 is the image itself.
+        seed: Seed of the crops of every image; None derives one from the image's file and folder name, or from its
+            pixels if it is not a file.
+        max_megapixels: Larger images are refused.
+        augmix: Whether AugMix is applied to the crops.
+    """
+
+    crops: int = 0
+    seed: int | None = None
+    max_megapixels: float = MAX_MEGAPIXELS
+    augmix: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """JSON values that differ for specifications with different views."""
+        return self.crops, self.seed, self.max_megapixels, *(["augmix"] if self.augmix else [])
+
+    @property
+    def views(self) -> int:
+        return self.crops or 1
+
+    def __str__(self) -> str:
+        if not self.crops:
+            return "the image"
+        seed = "" if self.seed is None else f", seed {self.seed}"
+        return f"{self.crops} random crops{seed}{', AugMix' if self.augmix else ''}"
+
+    def fingerprint(self, source: ImageInput) -> FileFingerprint | None:
+        """Identifies the content of the views; None if they cannot be identified, as for images in memory."""
+        return fingerprint(source) if isinstance(source, str | os.PathLike) else None
+
+    def make_views(self, preprocess: Preprocess, image: LazyImage, only: int | None = None) -> Tensor:
+        """The views of an image.
+
+        Args:
+            preprocess: The model's preprocessing.
+            image: The image.
+            only: Number of the only crop that is made.
+
+        Returns:
+            uint8 [views, 3, S, S]; a float tensor [3, S, S], which is preprocessed already, comes back as [1, 3, S, S].
+
+        Raises:
+            ImageError: The image cannot be used.
+        """
+        source = image.source
+        if isinstance(source, Tensor) and source.is_floating_point():
+            if tuple(source.shape) != (3, *preprocess.size) or self.crops:
+                raise ImageError(
+                    f"the tensor: a float tensor must be one preprocessed image of shape {[3, *preprocess.size]}, "
+                    f"of which there are no crops; this one has shape {list(source.shape)}"
+                )
+            return source[None]
+        decoded = image.decode(self.max_megapixels)
+        rng = random.Random(_own_seed(source, decoded) if self.seed is None else self.seed)
+        return preprocess.views(decoded, self.crops, rng, not self.crops, self.augmix, only)
+
+
+def image_and_crops(
+    views: int, augmix: bool = False, seed: int = 0, max_megapixels: float = MAX_MEGAPIXELS
+) -> list[ViewSpec]:
+    """The image itself and random crops, `views` views together."""
+    image, crops = ViewSpec(max_megapixels=max_megapixels), ViewSpec(views - 1, seed, max_megapixels, augmix)
+    return [image, crops] if views > 1 else [image]
+
+
+def fingerprint(path: str | os.PathLike[str]) -> FileFingerprint:
+    """Absolute path, size and modification time of a file; of a missing file, the path alone."""
+    absolute = Path(path).absolute()
+    try:
+        stat = absolute.stat()
+    except (OSError, ValueError):
+        return (str(absolute),)
+    return str(absolute), stat.st_size, stat.st_mtime_ns
+
+
+def _own_seed(source: ImageInput, decoded: Image.Image) -> bytes:
+    if isinstance(source, str | os.PathLike):
+        return os.fsencode("/".join(Path(source).absolute().parts[-2:]))
+    return hashlib.sha256(decoded.tobytes()).digest()
+
+
+def stack_views(parts: list[Tensor], preprocess: Preprocess) -> Tensor:
+    """Views of several kinds [views_i, 3, S, S] as one tensor, which is normalised if one of them is."""
+    if any(part.is_floating_point() for part in parts):
+        parts = [preprocess.normalize(part) for part in parts]
+    return torch.cat(parts)
