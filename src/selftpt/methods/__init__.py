@@ -10,7 +10,7 @@ from selftpt.methods.difftpt import COOP_DIFFTPT, DIFFTPT
 from selftpt.methods.four_prompts import FOUR_PROMPTS
 from selftpt.methods.kgcoop import KGCOOP
 from selftpt.methods.lasp import LASP
-from selftpt.methods.method import Eyes, Fitted, Job, Method, Predictor
+from selftpt.methods.method import FitContext, FittedMethod, Method, Predictor
 from selftpt.methods.mta import MTA
 from selftpt.methods.proda import PRODA
 from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
@@ -22,7 +22,7 @@ from selftpt.methods.visdesc import VISDESC
 from selftpt.methods.waffleclip import WAFFLECLIP
 from selftpt.methods.zero import ZERO
 
-__all__ = ["METHODS", "Eyes", "Fitted", "Job", "Method", "Predictor"]
+__all__ = ["METHODS", "FitContext", "FittedMethod", "Method", "Predictor"]
 
 METHODS: dict[str, Method] = {
     method.name: method

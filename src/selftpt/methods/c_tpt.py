@@ -1,4 +1,4 @@
-"""C-TPT: TPT that also keeps the class vectors apart, so that its confidence can be trusted."""
+"""C-TPT: TPT that also keeps the class vectors apart, so that its confidence is better calibrated."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from selftpt.config import at_least, setting
+from selftpt.config import setting
 from selftpt.methods import tpt
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.methods.method import FittedMethod, Method
 
 
 @dataclass(frozen=True)
-class Settings(tpt.Settings):
-    """TPT's, and the weight of the new term."""
+class CTptConfig(tpt.TptConfig):
+    """TPT's configuration, and the weight of the new term."""
 
-    dispersion: float = setting(50.0, "weight of the dispersion of class vectors")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(0, self, "dispersion")
+    dispersion: float = setting(50.0, "weight of the dispersion of class vectors", minimum=0)
 
 
 def dispersion(vectors: Tensor) -> Tensor:
@@ -29,28 +25,27 @@ def dispersion(vectors: Tensor) -> Tensor:
     return distances.mean()
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """TPT's loss less the weighted dispersion."""
-    prompt = job.model.text.words(settings.words)
+def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
+    """TPT's loss minus the weighted dispersion."""
+    model, config = fitted.model, fitted.config
+
+    def select(logits: Tensor) -> Tensor:
+        return tpt.most_confident(logits, config.confident)
 
     def loss(logits: Tensor, vectors: Tensor) -> Tensor:
-        return tpt.mean_entropy(logits) - settings.dispersion * dispersion(vectors)
+        weight: float = config.dispersion
+        return tpt.mean_entropy(logits) - weight * dispersion(vectors)
 
-    def predictor(names: Sequence[str], _template: str) -> tpt.Tuner:
-        return tpt.Tuner(
-            job.model, names, prompt, settings, lambda logits: tpt.most_confident(logits, settings.confident), loss
-        )
-
-    return predictor
+    return tpt.Tuner(model, names, model.text.words(config.words), config, select, loss)
 
 
 C_TPT = Method(
     "c-tpt",
     "tpt that keeps class vectors apart",
     "Yoon et al., ICLR 2024",
-    Settings(),
-    fit,
-    tpt.COST,
-    tpt.NEEDS,
-    tpt.looks,
+    CTptConfig(),
+    predictor,
+    views=tpt.views,
+    inputs="views",
+    more_cost=tpt.cost,
 )

@@ -1,4 +1,4 @@
-"""Zero-shot: one hand-written sentence, or the mean over many."""
+"""Zero-shot CLIP: one template, or the mean over many."""
 
 from __future__ import annotations
 
@@ -12,31 +12,27 @@ from open_clip.zero_shot_metadata import OPENAI_IMAGENET_TEMPLATES
 
 from selftpt.adaptation import zero_shot
 from selftpt.classifier import Classifier
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.config import Config
+from selftpt.methods.method import FittedMethod, Method
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Nothing to set."""
+class ClipConfig(Config):
+    """Nothing to configure."""
 
 
-def fit(job: Job, _: Settings) -> Fitted:
-    """The dataset's sentence."""
-    return lambda names, template: zero_shot(job.model, names, template)
+def classify(fitted: FittedMethod, names: Sequence[str], template: str) -> Classifier:
+    """The dataset's template."""
+    return zero_shot(fitted.model, names, template)
 
 
-def fit_ensemble(job: Job, _: Settings) -> Fitted:
-    """The mean over CLIP's 80 sentences for ImageNet, of unit vectors."""
-
-    def classify(names: Sequence[str], _template: str) -> Classifier:
-        each = [zero_shot(job.model, names, template("{}")) for template in OPENAI_IMAGENET_TEMPLATES]
-        weights = F.normalize(torch.stack([one.weights for one in each]).mean(0), dim=-1)
-        return dataclasses.replace(each[0], weights=weights, origin={"stage": "zero-shot", "templates": len(each)})
-
-    return classify
+def classify_ensemble(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """The mean of the L2-normalised class vectors of CLIP's 80 ImageNet templates."""
+    each = [zero_shot(fitted.model, names, template("{}")) for template in OPENAI_IMAGENET_TEMPLATES]
+    weights = F.normalize(torch.stack([one.weights for one in each]).mean(0), dim=-1)
+    return dataclasses.replace(each[0], weights=weights, origin={"stage": "zero-shot", "templates": len(each)})
 
 
-CLIP = Method("clip", "zero-shot with one sentence", "Radford et al., ICML 2021", Settings(), fit)
-ENSEMBLE = Method(
-    "clip-ensemble", "zero-shot, mean of 80 sentences", "Radford et al., ICML 2021", Settings(), fit_ensemble
-)
+REFERENCE = "Radford et al., ICML 2021"
+CLIP = Method("clip", "zero-shot with one template", REFERENCE, ClipConfig(), classify)
+ENSEMBLE = Method("clip-ensemble", "zero-shot, mean of 80 templates", REFERENCE, ClipConfig(), classify_ensemble)

@@ -1,4 +1,4 @@
-"""CoCoOp: the prompt is moved by a small network that sees the picture, so that each picture has class vectors."""
+"""CoCoOp: a small network shifts the prompt depending on the image, so that each image has its own class vectors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt.config import PROMPT_ALONE, TrainConfig
+from selftpt.config import PROMPT_ALONE, Config, TrainConfig
 from selftpt.losses import Head, cross_entropy, project
-from selftpt.methods.method import Fitted, Job, Method, Predictor
+from selftpt.methods.method import FitContext, FittedMethod, Method, Probabilities
+from selftpt.models import Model
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.progress import Bar
 from selftpt.prompt import initial_context
-from selftpt.training import Losses, RunFiles, State, train
+from selftpt.training import Losses, State, Training
 
 NARROWING = 16  # of the network's hidden layer, against the features
 
 
 @dataclass(frozen=True)
-class Settings:
+class CocoopConfig(Config):
     """As in the authors' scripts."""
 
     learn: TrainConfig = field(default_factory=lambda: TrainConfig(batch=1))
@@ -42,17 +43,16 @@ def initial_network(dimension: int, width: int, generator: torch.Generator) -> H
 
 
 def prompts_of(images: Tensor, context: Tensor, network: Head) -> Tensor:
-    """v_m(x) = v_m + h(x): unit image features [B, D] and the context [M, d] to each picture's prompt [B, M, d]."""
+    """v_m(x) = v_m + h(x): image features [B, D], L2-normalised, and the context [M, d] to prompts [B, M, d]."""
     return context + project(images, network, normalize=False)[:, None]
 
 
 def gradients(
     encoder: TextEncoder, parameters: Sequence[Tensor], images: Tensor, labels: Tensor, scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """Cross-entropy of pictures [B, D], each under its own prompt, and its gradient by context and network.
+    """Cross-entropy of images [B, D], each with its own prompt, and its gradients w.r.t. context and network.
 
-    parameters: the context [M, d], then the network. One walk of all classes a picture; each is forgotten before
-    the next.
+    `parameters` are the context [M, d] and the network. All classes are encoded once per image, one image at a time.
     """
     context, *network = (parameter.detach().requires_grad_() for parameter in parameters)
     prompts = prompts_of(images, context, Head(*network))
@@ -68,56 +68,60 @@ def gradients(
     return loss, list(torch.autograd.grad(prompts, [context, *network], by_prompts))
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Learn context and network on the source."""
-    model, config = job.model, settings.learn
+def encoder_of(model: Model, names: Sequence[str], config: TrainConfig) -> TextEncoder:
+    """The encoder of class names."""
+    tokens = class_tokens(model.text.tokenizer, names, config.length, PROMPT_ALONE)
+    return TextEncoder(model.text, tokens, config.length, ["end"], chunk=config.chunk)
 
-    def encode(names: Sequence[str]) -> TextEncoder:
-        tokens = class_tokens(model.text.tokenizer, names, config.length, PROMPT_ALONE)
-        return TextEncoder(model.text, tokens, config.length, ["end"], chunk=config.chunk)
 
-    def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(config.seed)
-        context = initial_context(model, config.length, config.words, generator)
-        network = initial_network(model.dimension, model.text.width, generator)
-        state = State.sgd([tensor.to(model.device) for tensor in (context, *network)], config)
-        encoder = encode(job.teacher.names)
+def train(context: FitContext, config: CocoopConfig) -> Training:
+    """The context and the meta-network."""
+    model, learn = context.model, config.learn
+    features, labels = context.features(learn)
+    generator = torch.Generator().manual_seed(learn.seed)
+    initial = initial_context(model, learn.length, learn.words, generator)
+    network = initial_network(model.dimension, model.text.width, generator)
+    state = State.sgd([tensor.to(model.device) for tensor in (initial, *network)], learn)
+    encoder = encoder_of(model, context.source.names, learn)
 
-        def step(chosen: Tensor, epoch: int, _number: int) -> tuple[Losses, Sequence[Tensor]]:
-            crops = features[chosen, epoch % features.shape[1]].to(model.device)
-            loss, found = gradients(encoder, state.parameters, crops, labels[chosen].to(model.device), model.scale)
-            return {"ce": loss.item()}, found
+    def step(chosen: Tensor, epoch: int, _number: int) -> tuple[Losses, Sequence[Tensor]]:
+        crops = features[chosen, epoch % features.shape[1]].to(model.device)
+        loss, found = gradients(encoder, state.parameters, crops, labels[chosen].to(model.device), model.scale)
+        return {"ce": loss.item()}, found
 
-        train(state, step, len(labels), config, files)
-        return dict(zip(("context", *Head._fields), state.parameters, strict=True))
+    return Training(("context", *Head._fields), state, step, len(labels), learn)
 
-    learned = {name: tensor.to(model.device) for name, tensor in job.learned("cocoop", settings, make).items()}
-    context = learned.pop("context")
-    network = Head(**learned)
 
-    def predictor(names: Sequence[str], _template: str) -> Predictor:
-        encoder = encode(names)
+def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Probabilities:
+    """Every image has its own class vectors."""
+    model, tensors = fitted.model, fitted.on_device()
+    network = Head(*(tensors[name] for name in Head._fields))
+    encoder = encoder_of(model, names, fitted.config.learn)
 
-        @torch.no_grad()
-        def predict(shown: Tensor) -> Tensor:
-            images = shown[:, 0].to(model.device)
-            answers = []
-            with Bar("prompts of pictures", len(images)) as bar:
-                for image, prompt in zip(images, prompts_of(images, context, network), strict=True):
-                    answers.append((model.scale * F.normalize(encoder(prompt)[0], dim=-1) @ image).softmax(-1))
-                    bar.step()
-            return torch.stack(answers).cpu()
+    @torch.no_grad()
+    def probabilities(views: Tensor) -> Tensor:
+        images = views[:, 0].to(model.device)
+        answers = []
+        with Bar("prompts of images", len(images)) as bar:
+            for image, prompt in zip(images, prompts_of(images, tensors["context"], network), strict=True):
+                answers.append((model.scale * F.normalize(encoder(prompt)[0], dim=-1) @ image).softmax(-1))
+                bar.step()
+        return torch.stack(answers)
 
-        return predict
+    return probabilities
 
-    return predictor
+
+def cost(_config: CocoopConfig) -> str:
+    return "all class names"
 
 
 COCOOP = Method(
     "cocoop",
-    "a prompt that depends on the picture",
+    "a prompt that depends on the image",
     "Zhou et al., CVPR 2022",
-    Settings(),
-    fit,
-    "1 view, all names",
+    CocoopConfig(),
+    predictor,
+    train,
+    tensors={"context": "M d", "w1": "E D", "b1": "E", "w2": "d E", "b2": "d"},
+    more_cost=cost,
 )

@@ -1,9 +1,10 @@
-"""DiffTPT: TPT that also looks at pictures which a diffusion model made of the picture."""
+"""DiffTPT: TPT that also uses variations of the image that a diffusion model generated."""
 
 from __future__ import annotations
 
 import functools
 import io
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,59 +18,55 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from selftpt.config import setting
-from selftpt.data.decoding import ImageError, open_image
-from selftpt.data.features import Stamp, ViewSpec, stamp
+from selftpt.data.decoding import ImageError, ImageInput, open_image
 from selftpt.data.sources import images_in
 from selftpt.data.transforms import Preprocess
+from selftpt.data.views import MAX_MEGAPIXELS, FileFingerprint, LazyImage, ViewSpec, fingerprint
 from selftpt.errors import SelfTPTError
 from selftpt.files import cache_folder, digest, write_whole
 from selftpt.methods import tpt
-from selftpt.methods.method import Fitted, Job, Method
-from selftpt.models import best_device
+from selftpt.methods.method import FittedMethod, Method, always
+from selftpt.methods.self_tpt import PROMPT_TENSORS, learn_config, train
+from selftpt.models import Model, best_device
 
 AUTHORS_MODEL = "lambdalabs/sd-image-variations-diffusers@v2.0"
-GROUP = 4  # pictures that the diffusion model makes at once
+GROUP = 4  # images that the diffusion model generates at once
 
 
 @dataclass(frozen=True)
 class DiffusionConfig(tpt.TuneConfig):
-    """TPT's settings with DiffTPT's values, and where generated pictures come from."""
+    """TPT's configuration with DiffTPT's values, and where generated images come from."""
 
-    confident: float = setting(0.3, "share of the views near the picture that is tuned on, the most confident ones")
+    confident: float = setting(0.3, "share of the views near the image that is tuned on, the most confident ones")
     steps: int = setting(4, "steps of AdamW")
     near: float = setting(
-        0.8, "share of the views that is looked at further, those with logits most like the picture's"
+        0.8, "share of the views that is considered, those with logits most like the image's", above=0, maximum=1
     )
-    generated: str = setting("", "folder of generated pictures")
-    diffusion: str = setting("", f"diffusion model that makes those that are missing, such as {AUTHORS_MODEL}")
-    guidance: float = setting(3.0, "guidance of the diffusion model")
-    denoising: int = setting(50, "denoising steps of the diffusion model")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.near <= 1:
-            raise SelfTPTError(f"near is a share of the views, above 0 and at most 1, not {self.near}")
-        if not self.guidance >= 0:
-            raise SelfTPTError(f"guidance must be 0 or more, not {self.guidance}")
-        if not self.denoising > 0:
-            raise SelfTPTError(f"denoising must be above 0, not {self.denoising}")
+    generated: str = setting("", "folder of generated images")
+    diffusion: str = setting("", f"diffusion model that generates missing images, such as {AUTHORS_MODEL}")
+    guidance: float = setting(3.0, "guidance scale of the diffusion model", minimum=0)
+    denoising: int = setting(50, "denoising steps of the diffusion model", above=0)
 
 
 @dataclass(frozen=True)
-class Settings(DiffusionConfig, tpt.Settings):
-    """From words."""
+class DiffTptConfig(DiffusionConfig, tpt.TptConfig):
+    """DiffTPT from the embeddings of words."""
 
 
 @dataclass(frozen=True)
-class LearnedSettings(DiffusionConfig, tpt.LearnedSettings):
-    """From the prompt that `coop` learns."""
+class CoopDiffTptConfig(DiffusionConfig, tpt.CoopTptConfig):
+    """DiffTPT from the prompt that `coop` learns."""
 
 
 @dataclass(frozen=True)
 class Generated(ViewSpec):
-    """`crops` pictures made of a picture, in FOLDER/<name of the picture's folder>/<name of the picture>/.
+    """`crops` generated variations of an image, in FOLDER/<name of the image's folder>/<name of the image>/.
 
-    diffusion: the model that makes those that are missing, or none.
+    Attributes:
+        folder: The folder of generated images.
+        diffusion: The model that generates missing ones, or an empty string.
+        guidance: Its guidance scale.
+        denoising: Its denoising steps.
     """
 
     folder: str = ""
@@ -79,47 +76,48 @@ class Generated(ViewSpec):
 
     @property
     def key(self) -> tuple[object, ...]:
-        making = (self.diffusion, self.guidance, self.denoising) if self.diffusion else ()
-        return *super().key, "generated", str(Path(self.folder).absolute()), *making
+        how = (self.diffusion, self.guidance, self.denoising) if self.diffusion else ()
+        return *super().key, "generated", str(Path(self.folder).absolute()), *how
 
     def __str__(self) -> str:
-        return f"{self.crops} generated pictures of {self.folder}"
+        return f"{self.crops} generated images in {self.folder}"
 
     def place(self, path: Path) -> Path:
-        """The folder of what is made of a picture."""
+        """The folder of the variations of an image."""
         return Path(self.folder, path.absolute().parent.name, path.name)
 
-    def stamp(self, path: Path) -> Stamp:
-        """Others where the picture's generated ones have changed, unless the look itself says how they are made."""
-        if self.diffusion:
-            return super().stamp(path)
-        return *super().stamp(path), digest([stamp(made) for made in _pictures(self.place(path))])
+    def fingerprint(self, source: ImageInput) -> FileFingerprint | None:
+        """Also of the generated images, unless the specification itself says how they are generated."""
+        own = super().fingerprint(source)
+        if self.diffusion or not isinstance(source, str | os.PathLike) or own is None:
+            return own
+        return *own, digest([fingerprint(file) for file in _generated(self.place(Path(source)))])
 
-    def cut(self, preprocess: Preprocess, path: Path, only: int | None = None) -> Tensor | ImageError:
-        try:
-            if self.diffusion and len(_pictures(self.place(path))) < self.crops:
-                self._make(path)
-            found = _pictures(self.place(path))[: self.crops]
-            if len(found) < self.crops:
-                return ImageError(
-                    f"{path}: {self.place(path)} has {len(found)} generated pictures of {self.crops}: put them there, "
-                    f"or have them made by diffusion={AUTHORS_MODEL}"
-                )
-            chosen = found if only is None else [found[only]]
-            return torch.stack([preprocess(open_image(made, self.max_megapixels)) for made in chosen])
-        except ImageError as error:
-            return error
+    def make_views(self, preprocess: Preprocess, image: LazyImage, only: int | None = None) -> Tensor:
+        if not isinstance(image.source, str | os.PathLike):
+            raise ImageError("DiffTPT finds generated images by the path of an image: give paths")
+        path = Path(image.source)
+        if self.diffusion and len(_generated(self.place(path))) < self.crops:
+            self._generate(path, image)
+        found = _generated(self.place(path))[: self.crops]
+        if len(found) < self.crops:
+            raise ImageError(
+                f"{path}: {self.place(path)} has {len(found)} of {self.crops} generated images: put them there, "
+                f"or generate them with diffusion={AUTHORS_MODEL}"
+            )
+        chosen = found if only is None else [found[only]]
+        return torch.stack([preprocess(open_image(file, self.max_megapixels)) for file in chosen])
 
-    def _make(self, path: Path) -> None:
-        """Make the pictures that are missing; each has a seed of its own, and groups are always the same."""
-        picture, place = open_image(path, self.max_megapixels), self.place(path)
+    def _generate(self, path: Path, image: LazyImage) -> None:
+        """Generate the missing variations; each has its own seed, and the groups are always the same."""
+        decoded, place = image.decode(self.max_megapixels), self.place(path)
         for start in range(0, self.crops, GROUP):
             files = {i: place / f"{i:03d}.png" for i in range(start, min(start + GROUP, self.crops))}
             if all(file.exists() for file in files.values()):
                 continue
             seeds = [int(digest(*path.absolute().parts[-2:], i)[:15], 16) for i in files]
             with _LOCK:
-                made = _variations(_pipeline(self.diffusion), picture, seeds, self.guidance, self.denoising)
+                made = _variations(_pipeline(self.diffusion), decoded, seeds, self.guidance, self.denoising)
             for file, one in zip(files.values(), made, strict=True):
                 if not file.exists():
                     content = io.BytesIO()
@@ -127,7 +125,7 @@ class Generated(ViewSpec):
                     write_whole(file, content.getvalue())
 
 
-_LOCK = threading.Lock()  # looks are cut in threads, and there is one diffusion model
+_LOCK = threading.Lock()  # views are made in threads, and there is one diffusion model
 
 
 @functools.lru_cache(maxsize=1)
@@ -136,7 +134,7 @@ def _pipeline(name: str) -> Any:
     try:
         from diffusers import StableDiffusionImageVariationPipeline
     except ImportError as error:
-        raise SelfTPTError("making pictures needs diffusers: pip install 'selftpt[diffusion]'") from error
+        raise SelfTPTError("generating images needs diffusers: pip install 'selftpt[diffusion]'") from error
     place, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
     try:
         pipeline = StableDiffusionImageVariationPipeline.from_pretrained(
@@ -153,11 +151,11 @@ def _pipeline(name: str) -> Any:
 
 
 def _variations(
-    pipeline: Any, picture: Image.Image, seeds: Sequence[int], guidance: float, denoising: int
+    pipeline: Any, image: Image.Image, seeds: Sequence[int], guidance: float, denoising: int
 ) -> list[Image.Image]:
-    """A variation of a picture for each seed. It is shown to the model squeezed to a square, as by the authors."""
+    """One variation of an image per seed. The model sees the image squeezed to a square, as in the authors' code."""
     extractor, size = pipeline.feature_extractor, pipeline.image_encoder.config.image_size
-    pixels = F.interpolate(pil_to_tensor(picture)[None].float() / 255, (size, size), mode="bicubic")
+    pixels = F.interpolate(pil_to_tensor(image)[None].float() / 255, (size, size), mode="bicubic")
     mean, std = (torch.tensor(values)[:, None, None] for values in (extractor.image_mean, extractor.image_std))
     made: list[Image.Image] = pipeline(
         (pixels - mean) / std,
@@ -169,15 +167,15 @@ def _variations(
     return made
 
 
-def _pictures(folder: Path) -> list[Path]:
+def _generated(folder: Path) -> list[Path]:
     return images_in(folder) if folder.is_dir() else []
 
 
 def near_and_confident(logits: Tensor, near: float, confident: float) -> Tensor:
-    """Of views with logits [V, C], the first the picture's own: the indices [K] of those that are tuned on.
+    """Indices [K] of the views that are tuned on, from logits [V, C], of which the first are the image's own.
 
-    First the share `near` whose logits have the largest cosine with the picture's; of these and the picture itself, the
-    share of least entropy.
+    First the share `near` of the views whose logits have the largest cosine with the image's is kept; of these and the
+    image itself, the share with the lowest entropy.
     """
     alike = F.cosine_similarity(logits[:1], logits[1:], dim=-1)
     others = 1 + alike.argsort(descending=True, stable=True)[: int(len(alike) * near)]
@@ -185,58 +183,73 @@ def near_and_confident(logits: Tensor, near: float, confident: float) -> Tensor:
     return kept[tpt.most_confident(logits[kept], confident)]
 
 
-def tuner(job: Job, prompt: Tensor, config: DiffusionConfig) -> Fitted:
-    """DiffTPT proper."""
-    return lambda names, _template: tpt.Tuner(
-        job.model,
-        names,
-        prompt,
-        config,
-        lambda logits: near_and_confident(logits, config.near, config.confident),
-        lambda logits, _vectors: tpt.mean_entropy(logits),
-    )
+def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: DiffusionConfig) -> tpt.Tuner:
+    """A tuner with DiffTPT's selection and TPT's loss."""
+
+    def select(logits: Tensor) -> Tensor:
+        return near_and_confident(logits, config.near, config.confident)
+
+    def loss(logits: Tensor, _vectors: Tensor) -> Tensor:
+        return tpt.mean_entropy(logits)
+
+    return tpt.Tuner(model, names, prompt, config, select, loss)
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """From words."""
-    _check(settings)
-    return tuner(job, job.model.text.words(settings.words), settings)
+def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
+    """DiffTPT from the embeddings of words."""
+    return tuner(fitted.model, names, fitted.model.text.words(fitted.config.words), fitted.config)
 
 
-def fit_learned(job: Job, settings: LearnedSettings) -> Fitted:
-    """From the prompt of CoOp."""
-    _check(settings)
-    return tuner(job, job.prompt(settings.learn).context, settings)
+def predictor_from_coop(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
+    """DiffTPT from the prompt of CoOp."""
+    return tuner(fitted.model, names, fitted.tensors["context"], fitted.config)
 
 
-def _check(config: DiffusionConfig) -> None:
+def check_generated(config: DiffusionConfig) -> dict[str, Any]:
+    """Refuse a configuration that does not say where generated images come from; there is no other data."""
     if not config.generated and not config.diffusion:
         raise SelfTPTError(
-            f"DiffTPT looks at generated pictures: set generated to a folder of them, or diffusion={AUTHORS_MODEL} "
-            "to have them made"
+            f"DiffTPT needs generated images: set generated to a folder of them, or diffusion={AUTHORS_MODEL} "
+            "to generate them"
         )
+    return {}
 
 
-def looks(settings: DiffusionConfig) -> list[ViewSpec]:
-    """TPT's, and as many generated pictures as crops."""
-    if settings.views == 1:
-        return tpt.looks(settings)
-    made_by = settings.diffusion, settings.guidance, settings.denoising
-    folder = settings.generated or str(cache_folder() / "generated" / digest(*made_by))
-    return [*tpt.looks(settings), Generated(settings.views - 1, None, ViewSpec.max_megapixels, False, folder, *made_by)]
+def views(config: DiffusionConfig) -> list[ViewSpec]:
+    """TPT's views, and as many generated images as crops."""
+    if config.views == 1:
+        return tpt.views(config)
+    made_by = config.diffusion, config.guidance, config.denoising
+    folder = config.generated or str(cache_folder() / "generated" / digest(*made_by))
+    return [*tpt.views(config), Generated(config.views - 1, None, MAX_MEGAPIXELS, False, folder, *made_by)]
 
 
 REFERENCE = "Feng et al., ICCV 2023"
-COST, NEEDS = "127 views, 4 steps", "features of views, generated pictures"
-DIFFTPT = Method("difftpt", "tpt with generated pictures", REFERENCE, Settings(), fit, COST, NEEDS, looks)
+DIFFTPT = Method(
+    "difftpt",
+    "tpt with generated images",
+    REFERENCE,
+    DiffTptConfig(),
+    predictor,
+    data=check_generated,
+    views=views,
+    inputs="views",
+    also_needs="generated images",
+    more_cost=tpt.cost,
+)
 COOP_DIFFTPT = Method(
     "coop+difftpt",
     "difftpt from the prompt of coop",
     REFERENCE,
-    LearnedSettings(),
-    fit_learned,
-    COST,
-    NEEDS,
-    looks,
-    papers_epochs=lambda _settings: True,
+    CoopDiffTptConfig(),
+    predictor_from_coop,
+    train,
+    learn_config,
+    check_generated,
+    views,
+    "views",
+    tensors=PROMPT_TENSORS,
+    uses_protocol_epochs=always,
+    also_needs="generated images",
+    more_cost=tpt.cost,
 )

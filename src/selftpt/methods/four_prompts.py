@@ -1,4 +1,4 @@
-"""A control: prompts at the four places of CPT's views, by cross-entropy alone, ensembled."""
+"""A control: prompts at the four places of CPT's views, learned with cross-entropy alone, ensembled."""
 
 from __future__ import annotations
 
@@ -11,58 +11,57 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
-from selftpt.config import VIEWS, ContrastConfig, TrainConfig, setting
+from selftpt.config import VIEWS, Config, ContrastConfig, TrainConfig, check_template, setting
 from selftpt.losses import cross_entropy
-from selftpt.methods.contexts import class_vectors, learn_contexts
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.methods.contexts import class_vectors, context_training
+from selftpt.methods.method import FitContext, FittedMethod, Method, always
 from selftpt.models.text import encode_template
 from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import Batch
-from selftpt.training import RunFiles
+from selftpt.training import Training
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The Self-TPT paper's set-up."""
+class FourPromptsConfig(Config):
+    """The setting of the Self-TPT paper."""
 
     learn: TrainConfig = field(default_factory=TrainConfig)
-    template: str = setting(ContrastConfig.template, "the hand-written sentence, which is the fourth")
+    template: str = setting(ContrastConfig.template, "the template, which is the fourth prompt")
 
     def __post_init__(self) -> None:
-        ContrastConfig(template=self.template)
+        super().__post_init__()
+        check_template(self.template)
 
 
 def loss(classes: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy (Eq. 3) of one place alone."""
+    """Cross-entropy (Eq. 3) of one view."""
     return cross_entropy(batch.images, classes, batch.labels, batch.scale)
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Learn a context for each place that has one; then, for class names, the mean of the unit class vectors."""
-    model, config, contrast = job.model, settings.learn, ContrastConfig(template=settings.template)
+def train(context: FitContext, config: FourPromptsConfig) -> Training:
+    """A context for each of the three learned views."""
+    contrast = ContrastConfig(template=config.template)
+    tokens = class_tokens(context.model.text.tokenizer, context.source.names, config.learn.length, contrast)
+    return context_training(context, tokens, {view: view for view in VIEWS}, config.learn, loss)
 
-    def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
-        tokens = class_tokens(model.text.tokenizer, job.teacher.names, config.length, contrast)
-        contexts = learn_contexts(model, tokens, VIEWS, features, labels, config, files, loss)
-        return dict(zip(VIEWS, contexts, strict=True))
 
-    contexts = job.learned("four-prompts", settings, make)
-
-    def classify(names: Sequence[str], _template: str) -> Classifier:
-        tokens = class_tokens(model.text.tokenizer, names, config.length, contrast)
-        each = [class_vectors(model, tokens, contexts[view], view, config.chunk) for view in VIEWS]
-        hand = encode_template(model.text, tokens, settings.template, config.chunk)
-        weights = F.normalize(torch.stack([*each, F.normalize(hand, dim=-1)]).mean(0), dim=-1)
-        return Classifier.of(model, tokens.names, weights, stage="four-prompts", settings=dataclasses.asdict(settings))
-
-    return classify
+def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """The mean of the L2-normalised class vectors of the four prompts."""
+    model, config, learn = fitted.model, fitted.config, fitted.config.learn
+    tokens = class_tokens(model.text.tokenizer, names, learn.length, ContrastConfig(template=config.template))
+    each = [class_vectors(model, tokens, fitted.tensors[view], view, learn.chunk) for view in VIEWS]
+    hand_crafted = F.normalize(encode_template(model.text, tokens, config.template, learn.chunk), dim=-1)
+    weights = F.normalize(torch.stack([*each, hand_crafted]).mean(0), dim=-1)
+    return Classifier.of(model, tokens.names, weights, stage="four-prompts", settings=dataclasses.asdict(config))
 
 
 FOUR_PROMPTS = Method(
     "four-prompts",
-    "prompts at the places of self-tpt's views, each by cross-entropy, ensembled",
+    "prompts at the places of self-tpt's views, each learned with cross-entropy, ensembled",
     "a control",
-    Settings(),
-    fit,
-    papers_epochs=lambda _settings: True,
+    FourPromptsConfig(),
+    classify,
+    train,
+    tensors=dict.fromkeys(VIEWS, "M d"),
+    uses_protocol_epochs=always,
 )

@@ -1,208 +1,489 @@
-"""What a method is: a way from source pictures and class names to probabilities."""
+"""What a method is: data and functions that lead from labelled images and class names to probabilities."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from selftpt.config import LearnConfig, TrainConfig
-from selftpt.data.decoding import ImageError
-from selftpt.data.features import FeatureStore, ViewSpec, stamp
+from selftpt.classifier import Classifier, Prediction, expand, top_classes
+from selftpt.config import ContrastConfig, TrainConfig, restore
+from selftpt.data.cache import NO_CACHE, Cache, code_digest
+from selftpt.data.decoding import ImageError, ImageInput, warn_of
+from selftpt.data.features import Block, FeatureProvider
 from selftpt.data.sources import Source
-from selftpt.data.threads import in_threads
-from selftpt.errors import SelfTPTWarning
-from selftpt.files import digest, read_tensors, write_tensors
-from selftpt.learning import learn
-from selftpt.models import Model
-from selftpt.prompt import Prompt
-from selftpt.training import RunFiles, source_features
+from selftpt.data.views import ViewSpec, fingerprint
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.files import Schema, digest, read_tensors, set_aside, write_tensors
+from selftpt.gradients import with_gradients
+from selftpt.locks import lock
+from selftpt.models import Model, ModelId, load_recorded_model
+from selftpt.names import check_names
+from selftpt.training import Crops, RunFiles, Training, source_crops, source_features
 from selftpt.version import __version__
 
-BLOCK = 4096  # views of pictures whose features are in memory at once
-PIXELS = 256  # and views whose pixels are
+Inputs = Literal["features", "views", "pixels"]  # of the image; of the image and others views of it; raw pixels
+Requirement = Literal["any", "transformer image tower"]
 
-Predictor = Callable[[Tensor], Tensor]  # what pictures show [N, V, D or 3, S, S] to probabilities [N, C]
-Fitted = Callable[[Sequence[str], str], Predictor]  # class names [C], and the dataset's sentence with {} for a name
+LEARNED = Schema(
+    header={
+        "model": get_type_hints(ModelId),
+        "random_init": bool,
+        "name": str,
+        "config": dict,
+        "classes": list,
+        "images": int,
+    },
+    oldest=2,
+)
+FITTED = Schema(
+    header={
+        "model": get_type_hints(ModelId),
+        "random_init": bool,
+        "method": str,
+        "config": dict,
+        "data": dict,
+        "selftpt": str,
+    },
+    oldest=2,
+)
+
+Probabilities = Callable[[Tensor], Tensor]  # views [N, V, D] or pixels [N, V, 3, S, S] to probabilities [N, C]
+StreamProbabilities = Callable[[Iterable[Tensor]], Tensor]  # of a transductive method: blocks of views to [N, C]
 
 
 @dataclass
-class Job:
-    """What a method is given to learn from. What it learns is kept in `folder`, and found there the next time.
+class FitContext:
+    """What a method is given to learn from.
 
-    unreadable: how many pictures of the source could not be used.
+    Attributes:
+        model: The frozen model.
+        train_set: Labelled images or features, for a method that needs labels.
+        folder: Where learned parameters and checkpoints are kept and found again; None keeps nothing.
+        cache: Where image features are cached.
+        initial: Initial values of parameters, by name.
+        on_error: Called for every image that cannot be used.
+        read_only: Whether learned parameters in `folder` are used but none are added.
+        unreadable: After fitting, the number of training images that could not be used.
     """
 
     model: Model
-    source: Source | None
-    folder: Path
-    on_error: Callable[[ImageError], None]
+    train_set: Source | None = None
+    folder: Path | None = None
+    cache: Cache = NO_CACHE
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
+    on_error: Callable[[ImageError], None] = warn_of
+    read_only: bool = False
     unreadable: int = 0
 
     @property
-    def teacher(self) -> Source:
-        """The source, which a method that learns is always given."""
-        assert self.source is not None
-        return self.source
+    def source(self) -> Source:
+        """The training images, which a method that needs labels is always given."""
+        assert self.train_set is not None
+        return self.train_set
 
-    def file(self, kind: str, settings: Any) -> Path:
-        """Where is kept what is learned from the source by these settings."""
-        pictures = [stamp(path) for path in self.teacher.paths]
-        made_of = dataclasses.asdict(settings), self.teacher.names, pictures, self.teacher.labels
-        key = digest(__version__, self.model.id.digest, self.model.precision, *made_of)
-        return self.folder / f"{kind}-{key}.safetensors"
+    def features(self, config: TrainConfig) -> tuple[Tensor, Tensor]:
+        """Features [N, crops, D] of random crops of the training images, and their labels [N]."""
+        return source_features(self.model, self._few(config), config, self.cache, self.on_error)
 
-    def prompt(self, config: LearnConfig) -> Prompt:
-        """The prompt that `config` makes of the source."""
-        file = self.file("prompt", config)
-        before = file.is_file()
-        prompt = (
-            Prompt.load(file) if before else learn(self.model, self.teacher, config, out=file, on_error=self.on_error)
-        )
-        self._count(config, prompt.origin["pictures"], file if before else None)
-        return prompt
+    def crops(self, config: TrainConfig) -> tuple[Crops, Tensor]:
+        """What makes the pixels of random crops of the training images, and their labels [N]."""
+        return source_crops(self.model, self._few(config), config, self.on_error)
 
-    def learned(
-        self,
-        kind: str,
-        settings: Any,
-        make: Callable[[Any, Tensor, RunFiles], dict[str, Tensor]],
-        see: Callable[..., tuple[Any, Tensor]] = source_features,
-    ) -> dict[str, Tensor]:
-        """What `make` learns of the source: of crops' features [N, crops, D], labels [N]; its checkpoints go to files.
+    def _few(self, config: TrainConfig) -> Source:
+        return self.source.few(config.shots, config.seed)
 
-        kind: names the file. settings: all that decides the result, with the `learn` of a `TrainConfig`.
-        see: `source_crops` for one that learns of pixels.
+    def learned(self, name: str, config: Any, prepare: Callable[[], Training]) -> dict[str, Tensor]:
+        """Learned parameters by name: those of an earlier run in `folder`, or else those of a new training run.
+
+        Args:
+            name: Names the file.
+            config: All that determines the result besides the training images: a `TrainConfig`, or a configuration
+                whose field `learn` is one.
+            prepare: Makes the training run.
         """
-        file = self.file(kind, settings)
-        if file.is_file():
-            header, tensors = read_tensors(file, kind)
-            self._count(settings.learn, header["pictures"], file)
-            return tensors
-        config: TrainConfig = settings.learn
-        few = self.teacher.few(config.shots, config.seed)
-        shown, labels = see(self.model, few, config, self.on_error)
-        self._count(config, len(labels), None)
-        files = RunFiles(file, digest(file.stem, labels.tolist()), self.model.id.meaningless)
-        tensors = {name: tensor.detach().cpu() for name, tensor in make(shown, labels, files).items()}
-        header = {
-            "model": dataclasses.asdict(self.model.id),
-            "meaningless": self.model.id.meaningless,
-            "settings": dataclasses.asdict(settings),
-            "classes": self.teacher.names,
-            "pictures": len(labels),
-        }
-        files.finish(lambda path: write_tensors(path, kind, tensors, header))
+        learn: TrainConfig = config if isinstance(config, TrainConfig) else config.learn
+        if self.folder is None:
+            return self._train(name, config, learn, prepare(), None)
+        file = self.learned_file(name, config)
+        if self.read_only:
+            return self._read(file, learn) or self._train(name, config, learn, prepare(), None)
+        with lock(file.with_suffix(".lock")):  # another process may be learning the same
+            return self._read(file, learn) or self._train(name, config, learn, prepare(), file)
+
+    def _read(self, file: Path, learn: TrainConfig) -> dict[str, Tensor] | None:
+        """Parameters that were learned before; None if there are none, or if the file is damaged."""
+        if not file.is_file():
+            return None
+        try:
+            header, tensors = read_tensors(file, "learned", LEARNED)
+        except SelfTPTError as error:
+            if self.read_only:
+                warnings.warn(f"learning again: {error}", SelfTPTWarning, stacklevel=5)
+            else:
+                set_aside(file, f"learning again: {error}")
+            return None
+        self.unreadable = len(self._few(learn)) - header["images"]
+        if self.unreadable:
+            text = f"{self.unreadable} images could not be read when {file} was learned"
+            warnings.warn(text, SelfTPTWarning, stacklevel=5)
         return tensors
 
-    def _count(self, config: TrainConfig, used: int, file: Path | None) -> None:
-        self.unreadable = len(self.teacher.few(config.shots, config.seed).paths) - used
-        if file and self.unreadable:
-            text = f"{self.unreadable} pictures could not be read when {file} was learned"
-            warnings.warn(text, SelfTPTWarning, stacklevel=3)
+    def _train(
+        self, name: str, config: Any, learn: TrainConfig, training: Training, file: Path | None
+    ) -> dict[str, Tensor]:
+        training.start_from(self.initial)
+        self.unreadable = len(self._few(learn)) - training.images
+        model_id = self.model.id
+        files = RunFiles(file, digest(file and file.stem, training.images), model_id.meaningless)
+        tensors = training.run(files)
+        header = {
+            "model": dataclasses.asdict(model_id),
+            "random_init": model_id.meaningless,
+            "name": name,
+            "config": dataclasses.asdict(config),
+            "classes": list(self.source.names),
+            "images": training.images,
+        }
+        files.finish(lambda path: write_tensors(path, "learned", tensors, header, LEARNED))
+        return tensors
+
+    def learned_file(self, name: str, config: Any) -> Path:
+        """Where `learned` keeps the parameters of this name, configuration and training images."""
+        assert self.folder is not None
+        source = self.source
+        images = [fingerprint(i) if isinstance(i, str | os.PathLike) else content_digest(i) for i in source.images]
+        features = None if source.features is None else content_digest(source.features)
+        model = self.model.id.digest, self.model.precision, self.model.device.type
+        initial = [(name, content_digest(value)) for name, value in self.initial.items()]
+        data = source.names, images, features, source.labels
+        key = digest(code_digest(), type(config).__name__, dataclasses.asdict(config), model, data, initial)
+        return self.folder / f"{name}-{key}.safetensors"
+
+
+def content_digest(value: Any) -> str:
+    """A digest of a tensor, an array or a PIL image."""
+    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    return hashlib.sha256(f"{array.dtype} {array.shape}".encode() + array.tobytes()).hexdigest()
+
+
+def own_config(_context: FitContext, config: Any) -> Any:
+    """The configuration itself: all of it determines what is learned."""
+    return config
+
+
+def no_data(_config: Any) -> dict[str, Any]:
+    """A method without data of its own."""
+    return {}
+
+
+def image_alone(_config: Any) -> list[ViewSpec]:
+    """The image itself."""
+    return [ViewSpec()]
+
+
+def nothing_more(_config: Any) -> str:
+    """A method whose cost is that of encoding the views."""
+    return ""
+
+
+def never(_config: Any) -> bool:
+    return False
+
+
+def always(_config: Any) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table of methods.
+    """A row of the table of methods. Every function is a module-level function, so that a method can be pickled.
 
-    settings: its frozen settings, with the defaults of its authors. One that learns from labelled pictures has a
-    `TrainConfig` there called `learn`; one that draws anything else has a `seed`.
-    fit: the method proper.
-    cost: what it does for each picture, in words. needs: what else than the model's image features, in words.
-    looks: what it wants to see of a picture. pixels: whether it must see pixels, or the features of the model's own
-    image tower will do, which are kept.
-    whole: whether it wants all pictures at once, because it adapts to them.
-    reads: files besides pictures that decide its answers.
-    papers_epochs: whether it learns as long as Self-TPT does in the protocol, or as long as its settings say.
+    Attributes:
+        name: As on the command line.
+        summary: What it does, in a few words.
+        reference: Where it was published.
+        config: Its frozen configuration, with the defaults of its authors. A method that needs labels has a
+            `TrainConfig` there, called `learn`.
+        predictor: The fitted method, class names [C] and the dataset's template to a `Classifier`, or to a function
+            from views to probabilities.
+        train: For a method that needs labels: the context and `train_config` to its training run.
+        train_config: The part of the configuration that determines what is learned.
+        data: JSON values that the predictions depend on, such as descriptions read from files; it refuses a
+            configuration that lacks something, before anything is learned.
+        views: Which views of an image it uses.
+        inputs: What it sees of an image: features of the image, features of several views, or pixels.
+        choose_inputs: For a method whose inputs depend on its configuration and the model.
+        tensors: The dimensions of its learned tensors, as in `files.Schema`; `M` is the length of a context, `d` the
+            width of the text tower, `D` the dimension of the features.
+        transductive: Whether it adapts to all test images at once.
+        requires: The kind of image tower it needs.
+        uses_seed: Whether its predictions depend on the field `seed` of its configuration.
+        uses_protocol_epochs: Whether it is trained for as many epochs as Self-TPT in the paper's protocols.
+        also_needs: What it needs besides the image and labels, in words.
+        more_cost: What it computes for each image besides encoding the views, in words.
     """
 
     name: str
     summary: str
     reference: str
-    settings: Any
-    fit: Callable[[Job, Any], Fitted]
-    cost: str = "1 view"
-    needs: str = "features"
-    looks: Callable[[Any], Sequence[ViewSpec]] = lambda _settings: [ViewSpec()]
-    pixels: Callable[[Any, Model], bool] = lambda _settings, _model: False
-    whole: bool = False
-    reads: Callable[[Any], Sequence[Path]] = lambda _settings: ()
-    papers_epochs: Callable[[Any], bool] = lambda _settings: False
+    config: Any
+    predictor: Callable[[FittedMethod, Sequence[str], str], Classifier | Probabilities | StreamProbabilities]
+    train: Callable[[FitContext, Any], Training] | None = None
+    train_config: Callable[[FitContext, Any], Any] = own_config
+    data: Callable[[Any], Mapping[str, Any]] = no_data
+    views: Callable[[Any], Sequence[ViewSpec]] = image_alone
+    inputs: Inputs = "features"
+    choose_inputs: Callable[[Any, Model], Inputs] | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    transductive: bool = False
+    requires: Requirement = "any"
+    uses_seed: bool = False
+    uses_protocol_epochs: Callable[[Any], bool] = never
+    also_needs: str = ""
+    more_cost: Callable[[Any], str] = nothing_more
 
     @property
-    def learns(self) -> bool:
-        """Whether it learns from source pictures."""
-        return hasattr(self.settings, "learn")
+    def needs_labels(self) -> bool:
+        """Whether it learns from labelled images."""
+        return self.train is not None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether its result depends on a seed."""
+        return self.needs_labels or self.uses_seed
+
+    @property
+    def needs(self) -> str:
+        """What it needs of an image and besides, in words."""
+        inputs = {"features": "features", "views": "features of views", "pixels": "pixels"}[self.inputs]
+        return ", ".join(filter(None, (inputs, self.also_needs)))
 
     @property
     def trains_on(self) -> str:
         """What it learns from, in words."""
-        return "labelled pictures" if self.learns else "nothing"
+        return "labelled images" if self.needs_labels else "nothing"
 
-    @property
-    def draws(self) -> bool:
-        """Whether it has seeds."""
-        return self.learns or hasattr(self.settings, "seed")
+    def cost(self, config: Any) -> str:
+        """What it computes for each image, in words."""
+        views = sum(spec.views for spec in self.views(config))
+        return ", ".join(filter(None, (f"{views} view{'s' if views > 1 else ''}", self.more_cost(config))))
 
     def seeded(self, seed: int | None, **learn: Any) -> Any:
-        """Its settings with a seed, and others of learning."""
-        if self.learns:
-            changed = dataclasses.replace(self.settings.learn, seed=seed, **learn)
-            return dataclasses.replace(self.settings, learn=changed)
-        return dataclasses.replace(self.settings, seed=seed) if self.draws else self.settings
+        """Its configuration with a seed, and with other values of `learn`."""
+        if self.needs_labels:
+            changed = dataclasses.replace(self.config.learn, seed=seed, **learn)
+            return dataclasses.replace(self.config, learn=changed)
+        return dataclasses.replace(self.config, seed=seed) if self.uses_seed else self.config
 
+    def training(self, context: FitContext, config: Any = None) -> Training:
+        """The training run of a method that needs labels, not yet started: for single steps from outside."""
+        assert self.train is not None
+        run = self.train(context, self.train_config(context, self.config if config is None else config))
+        run.start_from(context.initial)
+        return run
 
-class Eyes:
-    """Shows pictures to predictors: features, which are kept, wherever they will do."""
+    @with_gradients
+    def fit(self, context: FitContext, config: Any = None) -> FittedMethod:
+        """Fit the method: learn what it learns, read what it reads.
 
-    def __init__(self, model: Model, on_error: Callable[[ImageError], None]) -> None:
-        self.model, self.on_error = model, on_error
-        self._stores: dict[ViewSpec, FeatureStore] = {}
-
-    def __call__(self, method: Method, settings: Any, paths: Sequence[Path]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Block by block, the indices of pictures that can be used [n] and what is shown of them [n, V, ...].
-
-        That is unit features [n, V, D], or pixels, uint8 [n, V, 3, S, S].
+        Raises:
+            SelfTPTError: The context lacks what the method needs.
         """
-        looks = method.looks(settings)
-        views = sum(look.views for look in looks)
-        pixels = method.pixels(settings, self.model)
-        size = max(1, len(paths) if method.whole else (PIXELS if pixels else BLOCK) // views)
-        for start in range(0, len(paths), size):
-            show = self._pixels if pixels else self._features
-            usable, shown = show(looks, paths[start : start + size])
-            if len(usable):
-                yield start + usable, shown
+        config = self.config if config is None else config
+        if self.needs_labels and context.train_set is None:
+            raise SelfTPTError(f"{self.name} learns from labelled images: give it a source")
+        if self.requires == "transformer image tower" and not context.model.image.runs_blocks:
+            raise SelfTPTError(
+                f"{self.name} needs a model whose image tower is a ViT of open_clip, not {context.model.id}"
+            )
+        data, tensors = dict(self.data(config)), dict[str, Tensor]()
+        if self.train is not None:
+            train, chosen = self.train, self.train_config(context, config)
+            name = train.__module__.rpartition(".")[2].replace("_", "-")
+            tensors = context.learned(name, chosen, lambda: train(context, chosen))
+            data["classes"] = list(context.source.names)
+        folder = None if context.read_only else context.folder
+        return FittedMethod(self, config, context.model.id, tensors, data, folder, context.model)
 
-    def _features(self, looks: Sequence[ViewSpec], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
-        usable, parts = torch.arange(len(paths)), list[Tensor]()
-        for look in looks:
-            if look not in self._stores:
-                self._stores[look] = FeatureStore(self.model, look, self.on_error)
-            parts.append(self._stores[look]([paths[i] for i in usable.tolist()]))
-            bad = parts[-1].isnan().flatten(1).any(1)
-            if bad.any():
-                usable, parts = usable[~bad], [part[~bad] for part in parts]
-        return usable, torch.cat(parts, 1)
 
-    def _pixels(self, looks: Sequence[ViewSpec], paths: Sequence[Path]) -> tuple[Tensor, Tensor]:
-        def cut(path: Path) -> Tensor | ImageError:
-            cuts = [look.cut(self.model.preprocess, path) for look in looks]
-            errors = [cut for cut in cuts if isinstance(cut, ImageError)]
-            return errors[0] if errors else torch.cat([cut for cut in cuts if isinstance(cut, Tensor)])
+@dataclass(frozen=True, eq=False, repr=False)
+class FittedMethod:
+    """A method that has learned what it learns. It saves, loads and pickles, without the model.
 
-        usable, shown = [], []
-        for i, seen in enumerate(in_threads(cut, paths, ahead=len(paths))):
-            if isinstance(seen, ImageError):
-                self.on_error(seen)
-            else:
-                usable.append(i)
-                shown.append(seen)
-        return torch.tensor(usable, dtype=torch.long), torch.stack(shown) if shown else torch.empty(0)
+    Attributes:
+        method: The method.
+        config: Its configuration.
+        model_id: The model it was fitted with.
+        tensors: Learned parameters by name, on the CPU.
+        data: JSON values.
+        folder: Where what is learned for a class list is kept; None keeps nothing.
+    """
+
+    method: Method
+    config: Any
+    model_id: ModelId
+    tensors: Mapping[str, Tensor]
+    data: Mapping[str, Any]
+    folder: Path | None = None
+    _model: Model | None = None
+
+    def __repr__(self) -> str:
+        return f"FittedMethod({self.method.name}, {self.model_id})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "folder": None, "_model": None}
+
+    @property
+    def model(self) -> Model:
+        """The model; loaded when it is first needed."""
+        if self._model is None:
+            model = load_recorded_model(self.model_id, f"the fitted method {self.method.name}")
+            object.__setattr__(self, "_model", self.with_model(model)._model)
+        assert self._model is not None
+        return self._model
+
+    @property
+    def inputs(self) -> Inputs:
+        """What it sees of an image."""
+        choose = self.method.choose_inputs
+        return self.method.inputs if choose is None else choose(self.config, self.model)
+
+    def with_model(self, model: Model) -> FittedMethod:
+        """The fitted method with its model, for one that was unpickled or loaded elsewhere."""
+        self.model_id.check(model, f"the fitted method {self.method.name}")
+        sizes = {"d": model.text.width, "D": model.dimension}
+        if self.method.needs_labels:
+            sizes["M"] = self.config.learn.length
+        for name, dimensions in self.method.tensors.items():
+            if name == "*":
+                continue
+            shape = self.tensors[name].shape
+            for letter, size in zip(dimensions.removeprefix("I64 ").split(), shape, strict=True):
+                if sizes.get(letter, size) != size:
+                    raise SelfTPTError(
+                        f"the fitted {self.method.name} does not fit {model.id}: {name} has shape {list(shape)}, "
+                        f"where {letter} must be {sizes[letter]}"
+                    )
+        return dataclasses.replace(self, _model=model)
+
+    @with_gradients
+    def for_classes(self, names: Sequence[str], template: str = ContrastConfig.template) -> Predictor:
+        """A predictor for a list of class names; `template` is the dataset's, with {} for the class name."""
+        names = check_names(names)
+        return Predictor(self, names, self.method.predictor(self, names, template))
+
+    def on_device(self) -> dict[str, Tensor]:
+        """The learned parameters on the model's device."""
+        return {name: tensor.to(self.model.device) for name, tensor in self.tensors.items()}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the fitted method to a file; the model itself is not in it."""
+        header = {
+            "model": dataclasses.asdict(self.model_id),
+            "random_init": self.model_id.meaningless,
+            "method": self.method.name,
+            "config": dataclasses.asdict(self.config),
+            "data": dict(self.data),
+            "selftpt": __version__,
+        }
+        write_tensors(Path(path), "fitted-method", self.tensors, header, FITTED)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Model | None = None) -> FittedMethod:
+        """Read a fitted method from a file; without a model, the one it names is loaded when it is first needed."""
+        from selftpt.methods import METHODS
+
+        header, tensors = read_tensors(Path(path), "fitted-method", FITTED)
+        if header["method"] not in METHODS:
+            raise SelfTPTError(f"{path} holds a method that this selftpt does not have: {header['method'][:60]!r}")
+        method = METHODS[header["method"]]
+        try:
+            Schema(FITTED.header, method.tensors).check(header)
+            config = restore(method.config, header["config"])
+            if method.needs_labels:
+                check_names(header["data"].get("classes"))
+        except (SelfTPTError, ValueError) as error:
+            raise SelfTPTError(f"{path} is not a valid fitted method: {error}") from error
+        fitted = cls(method, config, ModelId(**header["model"]), tensors, header["data"])
+        return fitted if model is None else fitted.with_model(model)
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A fitted method that knows its class names.
+
+    Attributes:
+        fitted: The fitted method.
+        names: Class names, [C].
+        function: A `Classifier`, or the method's own function from views to probabilities.
+    """
+
+    fitted: FittedMethod
+    names: tuple[str, ...]
+    function: Any
+
+    @property
+    def classifier(self) -> Classifier | None:
+        """The classifier, if the method consists of one."""
+        return self.function if isinstance(self.function, Classifier) else None
+
+    @with_gradients
+    def __call__(self, views: Tensor) -> Tensor:
+        """Views [N, V, D], or pixels [N, V, 3, S, S], to probabilities [N, C]; all images, if it is transductive."""
+        return self.function([views] if self.fitted.method.transductive else views)  # type: ignore[no-any-return]
+
+    def stream(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:
+        """Blocks of images with their probabilities [n, C].
+
+        A transductive method reads all blocks before it answers; of them it keeps what it needs, not the views.
+        """
+        if not self.fitted.method.transductive:
+            for block in blocks:
+                yield block, self(block.views)
+            return
+        seen: list[Block] = []
+
+        def views() -> Iterator[Tensor]:
+            for block in blocks:
+                seen.append(dataclasses.replace(block, views=block.views.new_empty(0)))  # a slice would keep them
+                yield block.views
+
+        probabilities = self._of_stream(views())
+        yield from zip(seen, probabilities.split([len(block.indices) for block in seen]), strict=True)
+
+    @with_gradients
+    def _of_stream(self, views: Iterator[Tensor]) -> Tensor:
+        first = next(views, None)
+        if first is None:
+            return torch.empty(0, len(self.names))
+
+        def all_views() -> Iterator[Tensor]:
+            yield first
+            yield from views
+
+        return self.function(all_views())  # type: ignore[no-any-return]
+
+    def predict(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        top: int = 5,
+        *,
+        cache: Cache = NO_CACHE,
+        on_error: Callable[[ImageError], None] = warn_of,
+    ) -> Iterator[Prediction]:
+        """Classify images in the order given; `on_error` is called for every image that cannot be used."""
+        fitted = self.fitted
+        provider = FeatureProvider(fitted.model, fitted.method.views(fitted.config), cache, on_error=on_error)
+        blocks = provider.blocks(expand(images, on_error), pixels=fitted.inputs == "pixels")
+        for block, probabilities in self.stream(blocks):
+            yield from top_classes(probabilities, self.names, block, top)

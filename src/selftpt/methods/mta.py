@@ -1,4 +1,4 @@
-"""MTA: the mode of a picture's views, by a mean shift in which each view counts by how well it fits in."""
+"""MTA: the mode of an image's views, by a mean shift that weights each view by how well it fits in."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
-from selftpt.config import PredictConfig, above, at_least, setting
-from selftpt.methods.method import Fitted, Job, Method, Predictor
-from selftpt.methods.views import views_of
+from selftpt.config import Config, setting
+from selftpt.data.views import ViewSpec, image_and_crops
+from selftpt.methods.method import FittedMethod, Method, Probabilities
 
 ROUNDS = 5  # of the whole, and of each of its two steps
 NEIGHBOURS = 0.3  # of the other views, those that a view's bandwidth is measured by
@@ -20,17 +20,12 @@ NARROWEST = 1e-6  # squared bandwidth: views that are all the same have none
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of the mean shift."""
+class MtaConfig(Config):
+    """The mean shift."""
 
-    views: int = setting(64, "looks at a picture: itself and random crops")
-    affinity: float = setting(4.0, "weight of views that predict alike, λ")
-    spread: float = setting(0.2, "weight of the scores' entropy, λ_y: the larger, the more equal they are")
-
-    def __post_init__(self) -> None:
-        PredictConfig(views=self.views)
-        at_least(0, self, "affinity")
-        above(0, self, "spread")
+    views: int = setting(64, "views of an image: itself and random crops", above=0)
+    affinity: float = setting(4.0, "weight of views with similar predictions, λ", minimum=0)
+    spread: float = setting(0.2, "weight of the scores' entropy, λ_y: the larger, the more equal they are", above=0)
 
 
 def squared_bandwidth(features: Tensor) -> Tensor:
@@ -42,11 +37,11 @@ def squared_bandwidth(features: Tensor) -> Tensor:
 
 
 def mode(features: Tensor, probabilities: Tensor, affinity: float, spread: float) -> Tensor:
-    """The mode [N, D] of unit features of views [N, V, D], which starts at the picture itself, the first of them.
+    """The mode [N, D] of L2-normalised features of views [N, V, D]. It starts at the image itself, the first view.
 
     Two steps take turns. The scores of the views, how well they fit in, by a fixed point:
     y_p = softmax((K(f_p - m) + λ Σ_q w_pq y_q) / λ_y), where w_pq = s_p · s_q is how alike two views predict.
-    And the mode by mean shift: m = Σ y_p K(f_p - m) f_p, brought to unit length.
+    And the mode by mean shift: m = Σ y_p K(f_p - m) f_p, L2-normalised.
     K is a Gaussian kernel with each view's own bandwidth.
     """
     if features.shape[-2] == 1:
@@ -70,28 +65,26 @@ def mode(features: Tensor, probabilities: Tensor, affinity: float, spread: float
     return m
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
+def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> Probabilities:
     """Zero-shot class vectors, compared with the mode."""
+    classifier, config = zero_shot(fitted.model, names, template), fitted.config
 
-    def predictor(names: Sequence[str], template: str) -> Predictor:
-        classifier = zero_shot(job.model, names, template)
+    def probabilities(views: Tensor) -> Tensor:
+        return classifier.probabilities(mode(views, classifier.probabilities(views), config.affinity, config.spread))
 
-        def predict(shown: Tensor) -> Tensor:
-            centre = mode(shown, classifier.probabilities(shown), settings.affinity, settings.spread)
-            return classifier.probabilities(centre)
+    return probabilities
 
-        return predict
 
-    return predictor
+def views(config: MtaConfig) -> list[ViewSpec]:
+    return image_and_crops(config.views)
 
 
 MTA = Method(
     "mta",
     "the mode of the views, by mean shift",
     "Zanella and Ben Ayed, CVPR 2024",
-    Settings(),
-    fit,
-    "64 views",
-    "features of views",
-    lambda settings: views_of(settings.views),
+    MtaConfig(),
+    predictor,
+    views=views,
+    inputs="views",
 )

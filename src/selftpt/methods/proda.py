@@ -12,32 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
-from selftpt.config import PROMPT_ALONE, VIEWS, TrainConfig, View, at_least, setting
+from selftpt.config import PROMPT_ALONE, VIEWS, Config, TrainConfig, View, setting
 from selftpt.errors import SelfTPTError
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.methods.method import FitContext, FittedMethod, Method
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import ClassTokens, class_tokens
 from selftpt.objective import Batch
 from selftpt.prompt import initial_context
-from selftpt.training import Losses, RunFiles, State, batches, train
+from selftpt.training import Losses, State, Training, batches
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What of it is not the authors' own is told in the documentation."""
+class ProdaConfig(Config):
+    """Which values are not the authors' own is said in the documentation."""
 
     learn: TrainConfig = field(default_factory=lambda: TrainConfig(length=16, words="", epochs=100, batch=20, lr=0.002))
-    prompts: int = setting(32, "prompts of which the distribution is learned")
-    prompts_per_step: int = setting(4, "of these, how many a step takes")
-    orthogonality: float = setting(0.1, "weight of the loss that holds prompts apart")
+    prompts: int = setting(32, "prompts whose distribution is learned", minimum=2)
+    prompts_per_step: int = setting(4, "prompts per step", above=0)
+    orthogonality: float = setting(0.1, "weight of the loss that keeps prompts apart", minimum=0)
 
     def __post_init__(self) -> None:
-        if self.prompts < 2:
-            raise SelfTPTError(f"prompts must be 2 or more, not {self.prompts}: one has no distribution")
-        if self.prompts_per_step < 1 or self.prompts % self.prompts_per_step:
+        super().__post_init__()
+        if self.prompts % self.prompts_per_step:
             raise SelfTPTError(f"prompts_per_step must divide the {self.prompts} prompts, not {self.prompts_per_step}")
-        at_least(0, self, "orthogonality")
 
 
 def places(prompts: int) -> list[View]:
@@ -95,7 +93,7 @@ class Task:
         return torch.cat([self.alone(context)[0] for context in contexts])
 
 
-def descent(
+def step(
     task: Task, contexts: Tensor, chosen: Sequence[int], batch: Batch, orthogonality: float
 ) -> tuple[Losses, Tensor]:
     """The losses of a step that takes the `chosen` of all prompts, and their gradient [K, M, d] by all contexts.
@@ -126,57 +124,56 @@ def descent(
     return losses, gradient
 
 
-def learn(
-    model: Model, names: Sequence[str], features: Tensor, labels: Tensor, files: RunFiles, settings: Settings
-) -> Tensor:
-    """All contexts [K, M, d], learned of crops' features [N, crops, D] and labels [N]. Every prompt has its turn."""
-    config, device = settings.learn, model.device
-    tokens = _tokens(model, names, config.length)
-    chunk = config.chunk and max(1, config.chunk // settings.prompts_per_step)
-    task = Task.of(model, tokens, config.length, chunk)
-    generator = torch.Generator().manual_seed(config.seed)
-    drawn = [initial_context(model, config.length, config.words, generator) for _ in range(settings.prompts)]
-    state = State.sgd([torch.stack(drawn).to(device)], config)
-    steps, turns = len(batches(len(labels), config, 0)), settings.prompts // settings.prompts_per_step
+def train(context: FitContext, config: ProdaConfig) -> Training:
+    """All contexts [K, M, d]; every step takes some of them, and every prompt has its turn."""
+    model, learn, device = context.model, config.learn, context.model.device
+    features, labels = context.features(learn)
+    tokens = _tokens(model, context.source.names, learn.length)
+    chunk = learn.chunk and max(1, learn.chunk // config.prompts_per_step)
+    task = Task.of(model, tokens, learn.length, chunk)
+    generator = torch.Generator().manual_seed(learn.seed)
+    drawn = [initial_context(model, learn.length, learn.words, generator) for _ in range(config.prompts)]
+    state = State.sgd([torch.stack(drawn).to(device)], learn)
+    steps, turns = len(batches(len(labels), learn, 0)), config.prompts // config.prompts_per_step
 
-    def step(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
+    def gradients(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
         turn, place = divmod(epoch * steps + number, turns)
-        order = random.Random(f"prompts {config.seed} {turn}").sample(range(settings.prompts), settings.prompts)
-        prompts = order[place * settings.prompts_per_step : (place + 1) * settings.prompts_per_step]
+        order = random.Random(f"prompts {learn.seed} {turn}").sample(range(config.prompts), config.prompts)
+        prompts = order[place * config.prompts_per_step : (place + 1) * config.prompts_per_step]
         crops = features[chosen, epoch % features.shape[1]]
         batch = Batch(crops.to(device), labels[chosen].to(device), model.scale)
-        losses, gradient = descent(task, state.parameters[0], prompts, batch, settings.orthogonality)
+        losses, gradient = step(task, state.parameters[0], prompts, batch, config.orthogonality)
         return losses, [gradient]
 
-    train(state, step, len(labels), config, files)
-    return state.parameters[0]
+    return Training(["contexts"], state, gradients, len(labels), learn)
 
 
-def mean_embedding(model: Model, contexts: Tensor, names: Sequence[str], settings: Settings) -> Classifier:
+def mean_embedding(model: Model, contexts: Tensor, names: Sequence[str], config: ProdaConfig) -> Classifier:
     """The classifier of the Gaussian's mean [C, D]: the mean of the unit embeddings of all prompts [K, M, d]."""
     tokens = _tokens(model, names, contexts.shape[1])
-    task = Task.of(model, tokens, contexts.shape[1], settings.learn.chunk)
+    task = Task.of(model, tokens, contexts.shape[1], config.learn.chunk)
     total = torch.zeros(len(tokens), model.dimension)
     with torch.no_grad():
         for view, context in zip(places(len(contexts)), contexts.to(model.device), strict=True):
             total += F.normalize(task.encoders[view](context)[0], dim=-1).cpu()
-    return Classifier.of(
-        model, tokens.names, total / len(contexts), stage="proda", settings=dataclasses.asdict(settings)
-    )
+    return Classifier.of(model, tokens.names, total / len(contexts), stage="proda", settings=dataclasses.asdict(config))
 
 
 def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:
     return class_tokens(model.text.tokenizer, names, length, PROMPT_ALONE)
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Prompts of the source; for class names, their mean embedding."""
-
-    def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
-        return {"contexts": learn(job.model, job.teacher.names, features, labels, files, settings)}
-
-    contexts = job.learned("proda", settings, make)["contexts"]
-    return lambda names, _template: mean_embedding(job.model, contexts, names, settings)
+def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """The mean embedding of all prompts."""
+    return mean_embedding(fitted.model, fitted.tensors["contexts"], names, fitted.config)
 
 
-PRODA = Method("proda", "the mean of 32 prompts, learned as a Gaussian", "Lu et al., CVPR 2022", Settings(), fit)
+PRODA = Method(
+    "proda",
+    "the mean of 32 prompts, learned as a Gaussian",
+    "Lu et al., CVPR 2022",
+    ProdaConfig(),
+    classify,
+    train,
+    tensors={"contexts": "K M d"},
+)

@@ -1,70 +1,102 @@
-"""Self-TPT, and Self-TPT-v, which looks at 63 more views of a picture."""
+"""Self-TPT, and Self-TPT-v, which adds 63 augmented views of an image."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from selftpt.adaptation import adapt
-from selftpt.classifier import merge_views
-from selftpt.config import AdaptConfig, LearnConfig, PredictConfig, setting
-from selftpt.methods.method import Fitted, Job, Method, Predictor
-from selftpt.methods.views import views_of
+from selftpt.classifier import Classifier, merge_views
+from selftpt.config import AdaptConfig, Config, LearnConfig, setting
+from selftpt.data.views import ViewSpec, image_and_crops
+from selftpt.learning import prompt_training
+from selftpt.methods.method import FitContext, FittedMethod, Method, Probabilities, always
+from selftpt.models.tokenizer import class_tokens
+from selftpt.prompt import Prompt
+from selftpt.training import Training
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of stages 1 and 2."""
+class SelfTptConfig(Config):
+    """Stages 1 and 2."""
 
     learn: LearnConfig = field(default_factory=LearnConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
 
 @dataclass(frozen=True)
-class ViewSettings(Settings):
-    """And of the views of stage 3, which are those of `predict`."""
+class SelfTptVConfig(SelfTptConfig):
+    """Stages 1 and 2, and the views of stage 3, which are those of `predict`."""
 
-    views: int = setting(64, "looks at a picture: itself and random crops")
-    confident: float = setting(1.0, "share of the views that is merged, the most confident ones")
-
-    def __post_init__(self) -> None:
-        PredictConfig(views=self.views, confident=self.confident)
+    views: int = setting(64, "views of an image: itself and random crops", above=0)
+    confident: float = setting(1.0, "share of the views that is merged, the most confident ones", above=0, maximum=1)
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Stage 1; then, for class names, stage 2."""
-    prompt = job.prompt(settings.learn)
-    return lambda names, _template: adapt(job.model, prompt, names, settings.adapt)
+PROMPT_TENSORS = {"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "F"}
 
 
-def fit_views(job: Job, settings: ViewSettings) -> Fitted:
-    """The same, and the most confident views are merged."""
-    prompt = job.prompt(settings.learn)
+def learn_config(_context: FitContext, config: Any) -> LearnConfig:
+    """The configuration of stage 1."""
+    learn: LearnConfig = config.learn
+    return learn
 
-    def predictor(names: Sequence[str], _template: str) -> Predictor:
-        classifier = adapt(job.model, prompt, names, settings.adapt)
-        return lambda features: merge_views(classifier.probabilities(features), settings.confident)
 
-    return predictor
+def train(context: FitContext, config: LearnConfig) -> Training:
+    """Stage 1."""
+    tokens = class_tokens(context.model.text.tokenizer, context.source.names, config.length, config.contrast)
+    return prompt_training(context.model, tokens, *context.features(config), config)
+
+
+def prompt_of(fitted: FittedMethod) -> Prompt:
+    """The prompt that a method learned with `train`."""
+    origin = {"stage": "learn", "method": fitted.method.name, "classes": fitted.data["classes"]}
+    return Prompt.of(fitted.tensors, fitted.config.learn.contrast, fitted.model_id, origin)
+
+
+def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """Stage 2."""
+    return adapt(fitted.model, prompt_of(fitted), names, fitted.config.adapt)
+
+
+def classify_views(fitted: FittedMethod, names: Sequence[str], template: str) -> Probabilities:
+    """Stage 2; the most confident views of an image are merged."""
+    classifier = classify(fitted, names, template)
+
+    def probabilities(features: Tensor) -> Tensor:
+        return merge_views(classifier.probabilities(features), fitted.config.confident)
+
+    return probabilities
+
+
+def views(config: SelfTptVConfig) -> list[ViewSpec]:
+    return image_and_crops(config.views)
 
 
 REFERENCE = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
 SELF_TPT = Method(
     "self-tpt",
-    "CPT and gradient matching, then CPT on the names",
+    "CPT and gradient matching, then CPT on the class names",
     REFERENCE,
-    Settings(),
-    fit,
-    papers_epochs=lambda _settings: True,
+    SelfTptConfig(),
+    classify,
+    train,
+    learn_config,
+    tensors=PROMPT_TENSORS,
+    uses_protocol_epochs=always,
 )
 SELF_TPT_V = Method(
     "self-tpt-v",
     "self-tpt, the mean of 64 views",
     REFERENCE,
-    ViewSettings(),
-    fit_views,
-    "64 views",
-    "features of views",
-    lambda settings: views_of(settings.views),
-    papers_epochs=lambda _settings: True,
+    SelfTptVConfig(),
+    classify_views,
+    train,
+    learn_config,
+    views=views,
+    inputs="views",
+    tensors=PROMPT_TENSORS,
+    uses_protocol_epochs=always,
 )

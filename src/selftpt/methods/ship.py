@@ -18,67 +18,64 @@ from torch import Tensor
 
 from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
-from selftpt.config import AdaptConfig, LearnConfig, TrainConfig, above, setting
-from selftpt.files import digest
+from selftpt.config import AdaptConfig, Config, ContrastConfig, LearnConfig, TrainConfig, setting
+from selftpt.data.cache import code_digest
+from selftpt.data.sources import Source
+from selftpt.errors import SelfTPTError
+from selftpt.files import digest, set_aside
 from selftpt.learning import learn_from_features
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.locks import lock
+from selftpt.methods.method import FitContext, FittedMethod, Method, content_digest
 from selftpt.models import Model
 from selftpt.models.text import encode_pairs
 from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name, end_ids
 from selftpt.prompt import Prompt, initial_context
-from selftpt.training import Losses, RunFiles, State, seeded, source_features, train
+from selftpt.training import Losses, State, Training, seeded
 
 Ids = Sequence[Sequence[int]]  # token ids of class names and the full stop after them
 
 
 @dataclass(frozen=True)
 class GeneratorConfig(TrainConfig):
-    """Learning the autoencoder, by AdamW at one rate."""
+    """Learning the autoencoder, with AdamW at a constant learning rate."""
 
     words: str = setting("", "words the prompt vectors start from; without any they are drawn")
     epochs: int = setting(50, "epochs")
-    batch: int = setting(256, "pictures a step")
+    batch: int = setting(256, "images per step")
     lr: float = setting(1e-3, "learning rate")
     warmup_lr: float = setting(1e-3, "learning rate of the first epoch")
-    momentum: float = setting(0.9, "momentum of AdamW")
+    momentum: float = setting(0.9, "first-moment decay of AdamW")
     weight_decay: float = setting(0.01, "weight decay of AdamW")
-    chunk: int | None = setting(256, "sentences walked at once, more in parts; 0 walks all at once")
-    encoder: int = setting(2048, "hidden width of the encoder")
-    generator: int = setting(4096, "hidden width of the generator")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        above(0, self, "encoder", "generator")
+    chunk: int | None = setting(256, "sentences encoded at once; none encodes all at once")
+    encoder: int = setting(2048, "hidden width of the encoder", above=0)
+    generator: int = setting(4096, "hidden width of the generator", above=0)
 
 
 @dataclass(frozen=True)
-class CoopConfig:
+class ShipCoopConfig(Config):
     """Learning the prompt on real and generated features. What is not here is as for the generator."""
 
-    length: int = setting(4, "number of context vectors, M")
+    length: int = setting(4, "number of context vectors, M", above=0)
     words: str = setting("a photo of a", "words the context starts from")
-    epochs: int = setting(200, "epochs")
-    batch: int = setting(512, "features a step, real and generated")
-    lr: float = setting(0.002, "learning rate")
-    warmup_lr: float = setting(0.002, "learning rate of the first epoch")
-    momentum: float = setting(0.0, "momentum of SGD")
-    weight_decay: float = setting(0.0, "weight decay of SGD")
-
-    def __post_init__(self) -> None:
-        self.of(GeneratorConfig())
+    epochs: int = setting(200, "epochs", above=0)
+    batch: int = setting(512, "features per step, real and generated", above=0)
+    lr: float = setting(0.002, "learning rate", above=0)
+    warmup_lr: float = setting(0.002, "learning rate of the first epoch", above=0)
+    momentum: float = setting(0.0, "momentum of SGD", minimum=0, below=1)
+    weight_decay: float = setting(0.0, "weight decay of SGD", minimum=0)
 
     def of(self, learn: GeneratorConfig) -> LearnConfig:
-        """As settings of stage 1."""
+        """As a configuration of stage 1."""
         same = {name: getattr(learn, name) for name in ("shots", "crops", "chunk", "seed", "max_megapixels")}
         return LearnConfig(**dataclasses.asdict(self), **same, cpt=0, gm=0)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of the generator, and of CoOp after it."""
+class ShipConfig(Config):
+    """The generator, and CoOp after it."""
 
     learn: GeneratorConfig = field(default_factory=GeneratorConfig)
-    coop: CoopConfig = field(default_factory=CoopConfig)
+    coop: ShipCoopConfig = field(default_factory=ShipCoopConfig)
 
 
 class Autoencoder(NamedTuple):
@@ -152,22 +149,28 @@ def generator_step(
     return losses, gradients
 
 
-def learn_generator(
-    model: Model, names: Ids, features: Tensor, labels: Tensor, config: GeneratorConfig, files: RunFiles
-) -> Autoencoder:
-    """The autoencoder of unit features [N, crops, D] with labels [N]."""
+def train(context: FitContext, config: GeneratorConfig) -> Training:
+    """The autoencoder; the training features are kept with it, because CoOp needs them for every class list."""
+    model = context.model
+    features, labels = context.features(config)
+    names = end_ids(model.text.tokenizer, _tokens(model, context.source.names, config.length).names)
     vae = Autoencoder(*(tensor.to(model.device) for tensor in initial_autoencoder(model, config)))
     betas = config.momentum, 0.999
     optimizer = torch.optim.AdamW(list(vae), lr=config.lr, betas=betas, weight_decay=config.weight_decay)
 
-    def step(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
+    def gradients(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
         images = features[chosen, epoch % features.shape[1]]
         noise = torch.randn(images.shape, generator=seeded(f"noise {config.seed} {epoch} {number}"))
         own = [names[label] for label in labels[chosen].tolist()]
         return generator_step(model, vae, images.to(model.device), noise.to(model.device), own, config.chunk)
 
-    train(State(vae, optimizer), step, len(labels), config, files, lambda epoch, c: c.lr if epoch else c.warmup_lr)
-    return vae
+    kept = {"features": features, "labels": labels}
+    return Training(Autoencoder._fields, State(vae, optimizer), gradients, len(labels), config, rate, kept)
+
+
+def rate(epoch: int, config: TrainConfig) -> float:
+    """One learning rate, and another for the first epoch."""
+    return config.lr if epoch else config.warmup_lr
 
 
 @torch.no_grad()
@@ -183,49 +186,72 @@ def generated_features(
     return made.view(len(names) * each, crops, -1)
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """The generator; then, for class names, the features of new ones and CoOp on all."""
-    model, learn, coop = job.model, settings.learn, settings.coop.of(settings.learn)
-    known, length = job.teacher.names, max(learn.length, coop.length)
+def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:
+    return class_tokens(model.text.tokenizer, names, length, ContrastConfig())
 
-    def tokens(names: Sequence[str]) -> ClassTokens:
-        return class_tokens(model.text.tokenizer, names, length, coop.contrast)
 
-    def make(features: Tensor, labels: Tensor, files: RunFiles) -> dict[str, Tensor]:
-        return learn_generator(
-            model, end_ids(model.text.tokenizer, tokens(known).names), features, labels, learn, files
-        )._asdict()
-
-    learned = job.learned("ship-generator", Settings(learn), make)
-    vae = Autoencoder(**{name: tensor.to(model.device) for name, tensor in learned.items()})
-
-    def prompt(new: Sequence[str]) -> Prompt:
-        file = job.file("ship-prompt", settings)
-        file = file.with_name(f"ship-prompt-{digest(file.stem, new)}.safetensors")
+def learn_prompt(fitted: FittedMethod, new: Sequence[str]) -> Prompt:
+    """CoOp on the training features and on generated features of new class names."""
+    model, config, tensors = fitted.model, fitted.config, fitted.tensors
+    coop, known = config.coop.of(config.learn), fitted.data["classes"]
+    everything = _tokens(model, [*known, *new], max(config.learn.length, coop.length))
+    source = Source.from_features(tensors["features"], tensors["labels"].tolist(), known)
+    features, labels = tensors["features"], torch.tensor(source.labels)
+    if new:
+        vae = Autoencoder(*(tensors[name].to(model.device) for name in Autoencoder._fields))
+        each = math.ceil(len(labels) / len(new))
+        ids = end_ids(model.text.tokenizer, everything.names[len(known) :])
+        made = generated_features(model, vae, ids, each, features.shape[1], config.learn)
+        features = torch.cat([features, made])
+        labels = torch.cat([labels, torch.arange(len(known), len(everything)).repeat_interleave(each)])
+    if fitted.folder is None:
+        return learn_from_features(model, everything, features, labels, coop)
+    learned = [(name, content_digest(tensors[name])) for name in sorted(tensors)]
+    key = digest(code_digest(), fitted.model_id.digest, dataclasses.asdict(config), learned, known, new)
+    file = fitted.folder / f"ship-prompt-{key}.safetensors"
+    with lock(file.with_suffix(".lock")):
         if file.is_file():
-            return Prompt.load(file)
-        few, everything = job.teacher.few(learn.shots, learn.seed), tokens([*known, *new])
-        features, labels = source_features(model, few, learn, lambda _error: None)  # `learned` told of them
-        if new:
-            each = math.ceil(len(labels) / len(new))
-            ids = end_ids(model.text.tokenizer, everything.names[len(known) :])
-            made = generated_features(model, vae, ids, each, features.shape[1], learn)
-            features = torch.cat([features, made])
-            labels = torch.cat([labels, torch.arange(len(known), len(everything)).repeat_interleave(each)])
+            try:
+                return Prompt.load(file)
+            except SelfTPTError as error:
+                set_aside(file, f"learning again: {error}")
         return learn_from_features(model, everything, features, labels, coop, file)
 
-    def classify(names: Sequence[str], _template: str) -> Classifier:
-        had = {name.lower() for name in map(clean_name, known)}
-        new = {name.lower(): name for name in tokens(names).names if name.lower() not in had}
-        return adapt(model, prompt(list(new.values())), names, AdaptConfig(steps=0))
 
-    return classify
+def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """CoOp on the classes of the source and on those of `names` that the source lacks."""
+    model, length = fitted.model, fitted.config.learn.length
+    known = {clean_name(name).lower() for name in fitted.data["classes"]}
+    new = {name.lower(): name for name in _tokens(model, names, length).names if name.lower() not in known}
+    return adapt(model, learn_prompt(fitted, list(new.values())), names, AdaptConfig(steps=0))
+
+
+def generator_config(_context: FitContext, config: ShipConfig) -> GeneratorConfig:
+    """The configuration of the generator, which is learned without CoOp's."""
+    return config.learn
 
 
 SHIP = Method(
     "ship",
     "coop, with features generated for new class names",
     "Wang et al., ICCV 2023",
-    Settings(),
-    fit,
+    ShipConfig(),
+    classify,
+    train,
+    generator_config,
+    tensors={
+        "context": "M d",
+        "hidden": "E D",
+        "hidden_bias": "E",
+        "mean": "D E",
+        "mean_bias": "D",
+        "variance": "D E",
+        "variance_bias": "D",
+        "inner": "G D",
+        "inner_bias": "G",
+        "shift": "d G",
+        "shift_bias": "d",
+        "features": "N V D",
+        "labels": "I64 N",
+    },
 )

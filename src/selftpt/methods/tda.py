@@ -1,10 +1,10 @@
-"""TDA: test pictures come one after the other, and two caches of earlier ones correct the answers to later ones."""
+"""TDA: test images arrive one after the other, and two caches of earlier images correct the logits of later ones."""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,43 +12,45 @@ import torch
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
-from selftpt.config import PredictConfig, above, at_least, setting
+from selftpt.classifier import confident_views, entropy, select_views
+from selftpt.config import INT_LIMIT, Config, setting
+from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.errors import SelfTPTError
-from selftpt.methods.method import Fitted, Job, Method, Predictor
-from selftpt.methods.views import choose_views, confident_views, entropy, views_of
+from selftpt.methods.method import FittedMethod, Method, StreamProbabilities
 
-BLOCK = 512  # pictures that are compared with the caches at once
+BLOCK = 512  # images that are compared with the caches at once
 CONFIDENT = 0.1  # the share of the views that is averaged, if there are several
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of the caches; the defaults are the authors' for ImageNet."""
+class TdaConfig(Config):
+    """The caches; the defaults are the authors' for ImageNet."""
 
-    positive_shots: int = setting(3, "pictures of a class that the positive cache keeps")
-    positive_weight: float = setting(2.0, "weight of the positive cache, α")
-    positive_sharpness: float = setting(5.0, "sharpness of the positive cache, β")
-    negative_shots: int = setting(2, "pictures of a class that the negative cache keeps")
-    negative_weight: float = setting(0.117, "weight of the negative cache, α")
-    negative_sharpness: float = setting(1.0, "sharpness of the negative cache, β")
-    unsure_above: float = setting(0.2, "least entropy of what may enter the negative cache, as a part of log2 C")
-    unsure_below: float = setting(0.5, "largest entropy of what may enter the negative cache, as a part of log2 C")
-    possible_above: float = setting(0.03, "probability above which the negative cache speaks against a class")
-    views: int = setting(1, "looks at a picture; of several, the confident tenth is averaged")
+    positive_shots: int = setting(3, "images per class that the positive cache keeps", above=0)
+    positive_weight: float = setting(2.0, "weight of the positive cache, α", minimum=0)
+    positive_sharpness: float = setting(5.0, "sharpness of the positive cache, β", minimum=0)
+    negative_shots: int = setting(2, "images per class that the negative cache keeps", above=0)
+    negative_weight: float = setting(0.117, "weight of the negative cache, α", minimum=0)
+    negative_sharpness: float = setting(1.0, "sharpness of the negative cache, β", minimum=0)
+    unsure_above: float = setting(
+        0.2, "lowest entropy of what may enter the negative cache, as a fraction of log2 C", minimum=0
+    )
+    unsure_below: float = setting(0.5, "highest entropy of what may enter the negative cache, as a fraction of log2 C")
+    possible_above: float = setting(
+        0.03, "probability above which the negative cache counts against a class", minimum=0
+    )
+    views: int = setting(1, "views of an image; of several, the most confident tenth is averaged", above=0)
     augmix: bool = setting(True, "whether AugMix is applied to the crops, if there are any")
-    seed: int = setting(1, "seed of the order in which the pictures come")
+    seed: int = setting(1, "seed of the order of the test images", minimum=0, below=INT_LIMIT)
 
     def __post_init__(self) -> None:
-        PredictConfig(views=self.views, seed=self.seed)
-        above(0, self, "positive_shots", "negative_shots")
-        at_least(0, self, "positive_weight", "negative_weight", "positive_sharpness", "negative_sharpness")
-        at_least(0, self, "unsure_above", "possible_above")
+        super().__post_init__()
         if not self.unsure_below > self.unsure_above:
             raise SelfTPTError(f"unsure_below must be above unsure_above, {self.unsure_above:g}")
 
 
 class Stream(NamedTuple):
-    """Pictures in the order they come: features [N, D], logits [N, C], probabilities [N, C], entropies [N]."""
+    """Images in the order of the stream: features [N, D], logits [N, C], probabilities [N, C], entropies [N]."""
 
     features: Tensor
     logits: Tensor
@@ -56,28 +58,33 @@ class Stream(NamedTuple):
     entropies: Tensor
 
 
-def look(shown: Tensor, weights: Tensor, scale: float) -> Stream:
-    """Zero-shot of pictures' views [N, V, D], merged: features and logits are means, as probabilities are."""
-    logits = scale * shown @ weights.t()
+def merge(views: Tensor, weights: Tensor, scale: float) -> Stream:
+    """Zero-shot predictions for the views of images [N, V, D]; features, logits and probabilities are averaged."""
+    logits = scale * views @ weights.t()
     probabilities = logits.softmax(-1)
-    if shown.shape[1] > 1:
+    if views.shape[1] > 1:
         chosen = confident_views(probabilities, CONFIDENT)
-        shown, logits, probabilities = (choose_views(values, chosen) for values in (shown, logits, probabilities))
+        views, logits, probabilities = (select_views(values, chosen) for values in (views, logits, probabilities))
     merged = probabilities.mean(1)
-    return Stream(shown.mean(1), logits.mean(1), merged, entropy(merged))
+    return Stream(views.mean(1), logits.mean(1), merged, entropy(merged))
 
 
 class Cache(NamedTuple):
-    """What a cache holds, when: pictures [E] by their place in the stream, each from `entered` to before `left` [E]."""
+    """What a cache holds over time: image `entered[e]` of the stream, until image `left[e]` arrives; both [E]."""
 
     entered: Tensor
     left: Tensor
 
 
 def keep(times: Sequence[int], classes: Sequence[int], entropies: Sequence[float], shots: int, end: int) -> Cache:
-    """Of each class the `shots` pictures of least entropy so far; of equal ones those that came first.
+    """Keep for each class the `shots` images of lowest entropy so far; of equal ones, those that came first.
 
-    times: places in the stream of those that may enter, ascending; classes and entropies: theirs. end: of the stream.
+    Args:
+        times: Positions in the stream of the images that may enter, ascending.
+        classes: Their predicted classes.
+        entropies: Their entropies.
+        shots: Images per class.
+        end: Length of the stream.
     """
     kept: dict[int, list[tuple[float, int]]] = {}
     left: dict[int, int] = {}
@@ -93,62 +100,75 @@ def keep(times: Sequence[int], classes: Sequence[int], entropies: Sequence[float
 
 
 def recall(features: Tensor, cache: Cache, values: Tensor, sharpness: float) -> Tensor:
-    """What a cache says of each picture [N, C] at its time: Σ exp(-β (1 - f · f_e)) v_e over what is in it then.
+    """The contribution of a cache to the logits [N, C]: Σ exp(-β (1 - f · f_e)) v_e over what it holds at the time.
 
-    A picture that enters is in it when it is asked about. features: [N, D]; values: v [N, C], which are 0 or 1.
+    An image that enters the cache is in it when its own logits are computed.
+
+    Args:
+        features: f, [N, D].
+        cache: The cache.
+        values: v, [N, C], 0 or 1.
+        sharpness: β.
     """
-    said = []
+    logits = []
+    all_entered, all_left = (times.to(features.device) for times in cache)
     for start in range(0, len(features), BLOCK):
-        asking = features[start : start + BLOCK]
-        times = torch.arange(start, start + len(asking))[:, None]
-        there = (cache.entered < start + len(asking)) & (cache.left > start)
-        entered, left = cache.entered[there], cache.left[there]
-        near = (-sharpness * (1 - asking @ features[entered].t())).exp()
-        said.append((near * ((entered <= times) & (times < left))) @ values[entered].to(near.dtype))
-    return torch.cat(said)
+        queries = features[start : start + BLOCK]
+        times = torch.arange(start, start + len(queries), device=features.device)[:, None]
+        present = (all_entered < start + len(queries)) & (all_left > start)
+        entered, left = all_entered[present], all_left[present]
+        affinity = (-sharpness * (1 - queries @ features[entered].t())).exp()
+        logits.append((affinity * ((entered <= times) & (times < left))) @ values[entered].to(affinity.dtype))
+    return torch.cat(logits)
 
 
-def adapted_logits(stream: Stream, settings: Settings) -> Tensor:
-    """CLIP's logits, plus what the positive cache says, minus what the negative one says: [N, C]."""
+def adapted_logits(stream: Stream, config: TdaConfig) -> Tensor:
+    """CLIP's logits, plus those of the positive cache, minus those of the negative cache: [N, C]."""
     features, logits, probabilities, entropies = stream
     count, classes = logits.shape
     best = logits.argmax(-1)
-    positive = keep(range(count), best.tolist(), entropies.tolist(), settings.positive_shots, count)
-    told_for = recall(features, positive, best[:, None] == torch.arange(classes), settings.positive_sharpness)
+    positive = keep(range(count), best.tolist(), entropies.tolist(), config.positive_shots, count)
+    one_hot = best[:, None] == torch.arange(classes, device=best.device)
+    supported = recall(features, positive, one_hot, config.positive_sharpness)
 
     part = entropies / math.log2(classes)
-    unsure = ((settings.unsure_above < part) & (part < settings.unsure_below)).nonzero()[:, 0]
-    negative = keep(unsure.tolist(), best[unsure].tolist(), entropies[unsure].tolist(), settings.negative_shots, count)
-    told_against = recall(features, negative, probabilities > settings.possible_above, settings.negative_sharpness)
-    return logits + settings.positive_weight * told_for - settings.negative_weight * told_against
+    unsure = ((config.unsure_above < part) & (part < config.unsure_below)).nonzero()[:, 0]
+    negative = keep(unsure.tolist(), best[unsure].tolist(), entropies[unsure].tolist(), config.negative_shots, count)
+    opposed = recall(features, negative, probabilities > config.possible_above, config.negative_sharpness)
+    return logits + config.positive_weight * supported - config.negative_weight * opposed
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
+def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> StreamProbabilities:
     """Zero-shot class vectors; the caches are empty at the beginning of every stream."""
+    classifier, config = zero_shot(fitted.model, names, template), fitted.config
 
-    def predictor(names: Sequence[str], template: str) -> Predictor:
-        classifier = zero_shot(job.model, names, template)
+    def probabilities(blocks: Iterable[Tensor]) -> Tensor:
+        parts = [merge(views, classifier.weights.to(views), classifier.scale) for views in blocks]
+        stream = Stream(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        order = torch.randperm(len(stream.features), generator=torch.Generator().manual_seed(config.seed))
+        order = order.to(stream.features.device)
+        return adapted_logits(Stream(*(part[order] for part in stream)), config).softmax(-1)[order.argsort()]
 
-        def predict(shown: Tensor) -> Tensor:
-            parts = [look(some, classifier.weights.to(shown), classifier.scale) for some in shown.split(BLOCK)]
-            order = torch.randperm(len(shown), generator=torch.Generator().manual_seed(settings.seed))
-            stream = Stream(*(torch.cat(part)[order] for part in zip(*parts, strict=True)))
-            answers = adapted_logits(stream, settings).softmax(-1)
-            return answers[order.argsort()]
+    return probabilities
 
-        return predict
 
-    return predictor
+def views(config: TdaConfig) -> list[ViewSpec]:
+    return image_and_crops(config.views, config.augmix)
+
+
+def cost(_config: TdaConfig) -> str:
+    return "the caches"
 
 
 TDA = Method(
     "tda",
-    "caches of earlier test pictures",
+    "caches of earlier test images",
     "Karmanov et al., CVPR 2024",
-    Settings(),
-    fit,
-    "1 view and the caches",
-    "the test pictures as a stream",
-    lambda settings: views_of(settings.views, settings.augmix),
-    whole=True,
+    TdaConfig(),
+    predictor,
+    views=views,
+    transductive=True,
+    uses_seed=True,
+    also_needs="the test images as a stream",
+    more_cost=cost,
 )

@@ -1,4 +1,4 @@
-"""TPT: for each picture the prompt is tuned until its confident views agree, and the picture is classified with it."""
+"""TPT: for each image the prompt is tuned so that its confident views agree, and the image is classified with it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selftpt.config import PROMPT_ALONE, AdaptConfig, LearnConfig, PredictConfig, setting
-from selftpt.data.features import ViewSpec
+from selftpt.classifier import confident_views
+from selftpt.config import PROMPT_ALONE, Config, LearnConfig, setting
+from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.errors import SelfTPTError
-from selftpt.methods.coop import COOP
-from selftpt.methods.method import Fitted, Job, Method
-from selftpt.methods.views import confident_views, views_of
+from selftpt.methods.method import FittedMethod, Method, always
+from selftpt.methods.self_tpt import PROMPT_TENSORS, learn_config, train
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import class_tokens
@@ -24,43 +24,39 @@ from selftpt.progress import Bar
 
 
 @dataclass(frozen=True)
-class TuneConfig:
-    """Tuning a prompt to one picture, by the values of TPT's authors."""
+class TuneConfig(Config):
+    """Tuning a prompt to one image, with the values of TPT's authors."""
 
-    views: int = setting(64, "looks at a picture: itself and random crops")
+    views: int = setting(64, "views of an image: itself and random crops", above=0)
     augmix: bool = setting(False, "whether AugMix is applied to the crops")
-    confident: float = setting(0.1, "share of the views that is tuned on, the most confident ones")
-    steps: int = setting(1, "steps of AdamW")
-    lr: float = setting(0.005, "learning rate")
-    weight_decay: float = setting(0.01, "weight decay of AdamW")
-    chunk: int | None = setting(256, "classes walked at once, longer lists in parts; 0 walks all at once")
-
-    def __post_init__(self) -> None:
-        PredictConfig(views=self.views, confident=self.confident)
-        AdaptConfig(steps=self.steps, lr=self.lr, weight_decay=self.weight_decay, chunk=self.chunk)
+    confident: float = setting(0.1, "share of the views that is tuned on, the most confident ones", above=0, maximum=1)
+    steps: int = setting(1, "steps of AdamW", minimum=0)
+    lr: float = setting(0.005, "learning rate", above=0)
+    weight_decay: float = setting(0.01, "weight decay of AdamW", minimum=0)
+    chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
 
 
 @dataclass(frozen=True)
-class Settings(TuneConfig):
-    """From words."""
+class TptConfig(TuneConfig):
+    """TPT from the embeddings of words."""
 
     words: str = setting("a photo of a", "words the prompt starts from")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.words.strip():
-            raise SelfTPTError("words are what the prompt starts from: give one at least")
+            raise SelfTPTError("words are what the prompt starts from: give at least one")
 
 
 @dataclass(frozen=True)
-class LearnedSettings(TuneConfig):
-    """From the prompt that `coop` learns."""
+class CoopTptConfig(TuneConfig):
+    """TPT from the prompt that `coop` learns."""
 
-    learn: LearnConfig = field(default_factory=lambda: COOP.settings.learn)
+    learn: LearnConfig = field(default_factory=lambda: LearnConfig(cpt=0, gm=0))
 
 
 def most_confident(logits: Tensor, share: float) -> Tensor:
-    """Of views with logits [V, C], the share of least entropy, one at least: their indices [K]."""
+    """Indices [K] of the share of views with the lowest entropy, at least one, from logits [V, C]."""
     return confident_views(logits.softmax(-1), share)
 
 
@@ -71,13 +67,18 @@ def mean_entropy(logits: Tensor) -> Tensor:
 
 
 class Tuner:
-    """A predictor that tunes a prompt [M, d] to each picture, always from its beginning.
+    """A predictor that tunes a prompt [M, d] to each image, always from the same initial prompt.
 
-    The class features of the beginning are the same for all pictures: they are computed once, and their graph is kept,
-    unless the class list is walked in chunks.
+    The class features of the initial prompt are the same for all images: they are computed once, and their graph is
+    kept, unless the class list is encoded in chunks.
 
-    select: logits [V, C] of the beginning to the views that are tuned on [K].
-    loss: of the logits of those views [K, C] and the unit class vectors [C, D].
+    Args:
+        model: The frozen model.
+        names: Class names, [C].
+        prompt: The initial prompt, [M, d].
+        config: The configuration.
+        select: Initial logits [V, C] to the indices of the views that are tuned on [K].
+        loss: A loss of the logits of those views [K, C] and the L2-normalised class vectors [C, D].
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Tuner:
         self.features = self.encoder(self.prompt)
 
     def __call__(self, shown: Tensor) -> Tensor:
-        """Unit features [N, V, D], first those of the pictures themselves, to probabilities [N, C]."""
+        """L2-normalised features [N, V, D], first those of the images themselves, to probabilities [N, C]."""
         answers = []
         with Bar("tuning", len(shown)) as bar:
             for views in shown.to(self.prompt):
@@ -104,12 +105,12 @@ class Tuner:
                 with torch.no_grad():
                     answers.append(self._logits(views[0], self.encoder(tuned)).softmax(-1))
                 if not answers[-1].isfinite().all():
-                    raise SelfTPTError("the tuned prompt is no longer of numbers: lower the rate")
+                    raise SelfTPTError("the tuned prompt is not finite: lower the learning rate lr")
                 bar.step()
-        return torch.stack(answers).cpu()
+        return torch.stack(answers)
 
     def tune(self, views: Tensor) -> Tensor:
-        """The prompt [M, d] tuned to the views [V, D] of a picture."""
+        """The prompt [M, d] tuned to the views [V, D] of an image."""
         objective = self.objective(views)
         prompt = self.prompt.detach().clone()
         optimizer = torch.optim.AdamW([prompt], lr=self.config.lr, weight_decay=self.config.weight_decay)
@@ -122,12 +123,12 @@ class Tuner:
         return prompt
 
     def objective(self, views: Tensor) -> Callable[[Tensor], Tensor]:
-        """What class features [1, C, D] are descended by, of the views [V, D] of a picture that are selected."""
+        """The loss as a function of class features [1, C, D], for the selected ones of an image's views [V, D]."""
         chosen = views[self.select(self._logits(views, self.features.detach()))]
         return lambda features: self.loss(self._logits(chosen, features), F.normalize(features[0], dim=-1))
 
     def first_gradient(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """The gradient [M, d] of a loss of the class features, at the beginning."""
+        """The gradient [M, d] of a loss of the class features, at the initial prompt."""
         features = self.features.detach().requires_grad_()
         (u,) = torch.autograd.grad(loss(features), features)
         if self.encoder.unchunked:
@@ -139,7 +140,7 @@ class Tuner:
 
 
 def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig) -> Tuner:
-    """TPT proper."""
+    """A tuner with TPT's selection and loss."""
     return Tuner(
         model,
         names,
@@ -150,34 +151,47 @@ def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig
     )
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """From words."""
-    prompt = job.model.text.words(settings.words)
-    return lambda names, _template: tuner(job.model, names, prompt, settings)
+def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
+    """TPT from the embeddings of words."""
+    return tuner(fitted.model, names, fitted.model.text.words(fitted.config.words), fitted.config)
 
 
-def fit_learned(job: Job, settings: LearnedSettings) -> Fitted:
-    """From the prompt of CoOp."""
-    prompt = job.prompt(settings.learn).context
-    return lambda names, _template: tuner(job.model, names, prompt, settings)
+def predictor_from_coop(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
+    """TPT from the prompt of CoOp."""
+    return tuner(fitted.model, names, fitted.tensors["context"], fitted.config)
 
 
-def looks(settings: TuneConfig) -> list[ViewSpec]:
-    """The picture, and its crops."""
-    return views_of(settings.views, settings.augmix)
+def views(config: TuneConfig) -> list[ViewSpec]:
+    """The image and its crops."""
+    return image_and_crops(config.views, config.augmix)
+
+
+def cost(config: TuneConfig) -> str:
+    return f"{config.steps} step{'' if config.steps == 1 else 's'}"
 
 
 REFERENCE = "Shu et al., NeurIPS 2022"
-COST, NEEDS = "64 views, 1 step", "features of views"
-TPT = Method("tpt", "a prompt tuned to each picture", REFERENCE, Settings(), fit, COST, NEEDS, looks)
+TPT = Method(
+    "tpt",
+    "a prompt tuned to each image",
+    REFERENCE,
+    TptConfig(),
+    predictor,
+    views=views,
+    inputs="views",
+    more_cost=cost,
+)
 COOP_TPT = Method(
     "coop+tpt",
     "tpt from the prompt of coop",
     REFERENCE,
-    LearnedSettings(),
-    fit_learned,
-    COST,
-    NEEDS,
-    looks,
-    papers_epochs=lambda _settings: True,
+    CoopTptConfig(),
+    predictor_from_coop,
+    train,
+    learn_config,
+    views=views,
+    inputs="views",
+    tensors=PROMPT_TENSORS,
+    uses_protocol_epochs=always,
+    more_cost=cost,
 )

@@ -1,4 +1,4 @@
-"""Classification by description: a class is scored by the mean cosine to sentences that name it and what it looks like.
+"""Classification by description: a class is scored by the mean cosine to sentences that name and describe it.
 
 Descriptors are the user's: a JSON object, class name to a list of descriptors, or a folder of such files.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from selftpt.classifier import Classifier
-from selftpt.config import AdaptConfig, ContrastConfig, setting
+from selftpt.config import AdaptConfig, Config, ContrastConfig, setting
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.methods.method import FittedMethod, Method
 from selftpt.models import Model
 from selftpt.models.text import encode_sentences
 from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
@@ -31,7 +31,7 @@ Descriptors = dict[str, list[str]]  # by the key of a class name
 
 
 @dataclass(frozen=True)
-class Settings:
+class VisDescConfig(Config):
     """Where the descriptors are."""
 
     descriptors: str = setting("", "a JSON file, class name to a list of descriptors, or a folder of them")
@@ -50,20 +50,18 @@ def relative_clause(descriptor: str) -> str:
 
 
 def described(
-    model: Model,
-    names: Sequence[str],
-    before: str,
-    tails: Callable[[Sequence[str]], Sequence[Sequence[str]]],
-    stage: str,
-    settings: Any,
+    fitted: FittedMethod, names: Sequence[str], before: str, tails: Callable[[], Sequence[Sequence[str]]]
 ) -> Classifier:
-    """The classifier of sentences: `before`, a class name, one of its tails. Its weights are means of unit vectors.
+    """The classifier of sentences that consist of `before`, a class name and one of its tails.
 
-    tails: from clean names, some for each. stage, settings: what the classifier says of its origin.
+    Its class vectors are means of L2-normalised sentence features; `tails` gives some for each class [C], after the
+    names are checked.
     """
+    model = fitted.model
     classes = class_tokens(model.text.tokenizer, names, 0, ContrastConfig(template=f"{before}{{}}"))
-    weights = mean_vectors(model, classes, before, tails(classes.names))
-    return Classifier.of(model, classes.names, weights, stage=stage, settings=dataclasses.asdict(settings))
+    weights = mean_vectors(model, classes, before, tails())
+    settings = dataclasses.asdict(fitted.config)
+    return Classifier.of(model, classes.names, weights, stage=fitted.method.name, settings=settings)
 
 
 @torch.no_grad()
@@ -96,14 +94,19 @@ def read_descriptors(path: Path) -> Descriptors:
         raise SelfTPTError(f"cannot read the descriptors {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise SelfTPTError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict) or not all(
-        isinstance(some, list) and all(isinstance(one, str) for one in some) for some in found.values()
+    return {key(name): some for name, some in check_descriptors(found, str(path)).items()}
+
+
+def check_descriptors(value: Any, place: str) -> Descriptors:
+    """Refuse what is not a mapping of class names to lists of descriptors."""
+    if not isinstance(value, dict) or not all(
+        isinstance(some, list) and all(isinstance(one, str) for one in some) for some in value.values()
     ):
-        raise SelfTPTError(f"{path} must be a JSON object, class name to a list of descriptors")
-    return {key(name): some for name, some in found.items()}
+        raise SelfTPTError(f"{place} must be a JSON object, class name to a list of descriptors")
+    return value
 
 
-def choose(files: dict[Path, Descriptors], names: Sequence[str]) -> Descriptors:
+def choose(files: Mapping[str, Descriptors], names: Sequence[str]) -> Descriptors:
     """The descriptors that have all names; of several, those of the fewest classes, then the first by path."""
     path = min(files, key=lambda path: (len(_missing(files[path], names)), len(files[path]), path))
     if missing := _missing(files[path], names):
@@ -118,33 +121,35 @@ def _missing(descriptors: Descriptors, names: Sequence[str]) -> list[str]:
     return [name for name in names if key(name) not in descriptors]
 
 
-def reads(settings: Settings) -> list[Path]:
-    """The files of descriptors."""
-    if not settings.descriptors:
+def read_all(config: VisDescConfig) -> dict[str, Descriptors]:
+    """The descriptors of every file, by path."""
+    if not config.descriptors:
         raise SelfTPTError("visdesc needs descriptors: --set descriptors=FILE_OR_FOLDER")
-    place = Path(settings.descriptors)
-    return sorted(place.glob("*.json")) if place.is_dir() else [place]
-
-
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Sentences of descriptors."""
-    files = {path: read_descriptors(path) for path in reads(settings)}
+    place = Path(config.descriptors)
+    files = sorted(place.glob("*.json")) if place.is_dir() else [place]
     if not files:
-        raise SelfTPTError(f"the folder {settings.descriptors} has no .json file of descriptors")
+        raise SelfTPTError(f"the folder {place} has no .json file of descriptors")
+    return {str(path): read_descriptors(path) for path in files}
 
-    def tails(names: Sequence[str]) -> list[list[str]]:
-        chosen = choose(files, names)
+
+def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """Sentences of descriptors."""
+
+    def tails() -> list[list[str]]:
+        if not fitted.data:
+            raise SelfTPTError("the fitted visdesc has no descriptors: fit it again")
+        chosen = choose({path: check_descriptors(value, ascii(path)) for path, value in fitted.data.items()}, names)
         return [[f", {relative_clause(one)}" for one in chosen[key(name)] or [""]] for name in names]
 
-    return lambda names, _template: described(job.model, names, "", tails, "visdesc", settings)
+    return described(fitted, names, "", tails)
 
 
 VISDESC = Method(
     "visdesc",
     "mean of sentences with descriptors of each class",
     "Menon and Vondrick, ICLR 2023",
-    Settings(),
-    fit,
-    needs="features, descriptors",
-    reads=reads,
+    VisDescConfig(),
+    classify,
+    data=read_all,
+    also_needs="descriptors",
 )

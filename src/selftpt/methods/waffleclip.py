@@ -13,8 +13,9 @@ from fractions import Fraction
 
 from open_clip.tokenizer import SimpleTokenizer
 
-from selftpt.config import PredictConfig, above, setting
-from selftpt.methods.method import Fitted, Job, Method
+from selftpt.classifier import Classifier
+from selftpt.config import INT_LIMIT, Config, setting
+from selftpt.methods.method import FittedMethod, Method
 from selftpt.methods.visdesc import described, relative_clause
 
 CHARACTERS = string.ascii_letters + string.digits
@@ -22,15 +23,11 @@ SHORTEST = 4  # letters of a word
 
 
 @dataclass(frozen=True)
-class Settings:
+class WaffleClipConfig(Config):
     """How much is drawn, and the repetition."""
 
-    pairs: int = setting(15, "pairs of random words and random characters")
-    seed: int = setting(1, "seed of words and characters: the repetition")
-
-    def __post_init__(self) -> None:
-        above(0, self, "pairs")
-        PredictConfig(seed=self.seed)
+    pairs: int = setting(15, "pairs of random words and random characters", above=0)
+    seed: int = setting(1, "seed of words and characters: the repetition", minimum=0, below=INT_LIMIT)
 
 
 @functools.cache
@@ -43,7 +40,7 @@ def vocabulary() -> list[str]:
 def draw(names: Sequence[str], pairs: int, seed: int) -> list[str]:
     """`pairs` times some random words, then groups of random characters: about as many and as long as in the names.
 
-    names: clean ones.
+    The names are as they were given, where a name with `_` is one word, as in the authors' code.
     """
     rng = random.Random(seed)
     split = [name.split() for name in names]
@@ -60,15 +57,21 @@ def draw(names: Sequence[str], pairs: int, seed: int) -> list[str]:
     return drawn
 
 
-def fit(job: Job, settings: Settings) -> Fitted:
-    """Sentences of random descriptors."""
+def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+    """Sentences of random descriptors, the same for every class."""
 
-    def tails(names: Sequence[str]) -> list[list[str]]:
-        return [[f", {relative_clause(one)}." for one in draw(names, settings.pairs, settings.seed)]] * len(names)
+    def tails() -> list[list[str]]:
+        drawn = draw(names, fitted.config.pairs, fitted.config.seed)
+        return [[f", {relative_clause(one)}." for one in drawn]] * len(names)
 
-    return lambda names, _template: described(job.model, names, "A photo of a ", tails, "waffleclip", settings)
+    return described(fitted, names, "A photo of a ", tails)
 
 
 WAFFLECLIP = Method(
-    "waffleclip", "mean of sentences with random words and characters", "Roth et al., ICCV 2023", Settings(), fit
+    "waffleclip",
+    "mean of sentences with random words and characters",
+    "Roth et al., ICCV 2023",
+    WaffleClipConfig(),
+    classify,
+    uses_seed=True,
 )
