@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selftpt.cli.options import Changes, Json, ModelOptions, parse_setting, with_settings
+from selftpt.cli.options import CacheOptions, Changes, Json, ModelOptions, parse_setting, with_settings
 from selftpt.config import BenchConfig
 from selftpt.errors import SelfTPTError
 
@@ -25,11 +25,12 @@ PROTOCOL_HELP = "which data is the source and which is the target: base-to-new, 
 KEPT_APART = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
 
 
-@with_settings(options=ModelOptions, config=BenchConfig)
+@with_settings(options=ModelOptions, caching=CacheOptions, config=BenchConfig)
 def command(
     protocol: Annotated[str, typer.Argument(help=PROTOCOL_HELP)],
     out: Annotated[Path, typer.Option(help="a folder for records.jsonl and what was learned")],
     options: ModelOptions,
+    caching: CacheOptions,
     config: BenchConfig,
     data: Annotated[
         Path | None, typer.Option(help="a folder with the datasets as `selftpt datasets` lists them")
@@ -69,7 +70,7 @@ def command(
     def report(error: ImageError) -> None:
         print(f"note: left out {error}", file=sys.stderr)
 
-    bench = Bench(options.load(), protocol, data, runs, config, changes, report, source)
+    bench = Bench(options.load(), protocol, data, runs, config, changes, report, source, caching.cache())
     plan = bench.plan(wanted, chosen_datasets(bench, datasets), numbers)
     done = runs.done()
     left = [run for run in plan if bench.key(run) not in done]
@@ -117,11 +118,11 @@ def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
     """Refuse methods and settings that do not exist, and values that no setting takes."""
     from selftpt.config import change, kind_of
     from selftpt.methods import METHODS
-    from selftpt.methods.prediction import chosen_method
+    from selftpt.methods.selection import find_method
 
     if not methods:
         raise SelfTPTError(f"--methods names none: choose one of {', '.join(METHODS)}")
-    chosen = [chosen_method(name).settings for name in methods]
+    chosen = [find_method(name).config for name in methods]
     for key, value in changes.items():
         if key in KEPT_APART:
             raise SelfTPTError(f"{key} is not for --set: use {KEPT_APART[key]}")

@@ -1,4 +1,4 @@
-"""`selftpt cache`: what is kept on disk."""
+"""`selftpt cache`: what is cached on disk."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from selftpt.errors import SelfTPTError
 
 
 def command(
-    part: Annotated[str, typer.Argument(help="only lines with this in them: a model, or '63 random crops'")] = "",
-    prune: Annotated[bool, typer.Option("--prune", help="delete it; what is needed again is computed again")] = False,
+    part: Annotated[
+        str, typer.Argument(help="only lines that contain this: 'classifiers', a model, '63 random crops'")
+    ] = "",
+    prune: Annotated[bool, typer.Option("--prune", help="delete them; what is needed again is computed again")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the image features that are kept, and how much of the disk they take."""
-    from selftpt.data.features import shelves
-    from selftpt.files import cache_folder
+    """Show what is cached (image features, adapted classifiers, learned parameters) and how much disk it takes."""
+    from selftpt.data.cache import Cache, cache_entries
 
-    found = [shelf for shelf in shelves() if part.lower() in f"{shelf.model}: {shelf.look}".lower()]
+    cache = Cache()
+    found = [entry for entry in cache_entries(cache) if part.lower() in f"{entry.kind} {entry.content}".lower()]
     if part and not found:
-        raise SelfTPTError(f"{cache_folder()} has no features of a model or look with {part!r} in its name")
-    total = sum(shelf.bytes for shelf in found) / 1e6
+        raise SelfTPTError(f"{cache.folder} has no entry with {part!r} in its description")
+    total = sum(entry.bytes for entry in found) / 1e6
     if as_json:
-        print(json.dumps([{**dataclasses.asdict(shelf), "folder": str(shelf.folder)} for shelf in found]))
+        print(json.dumps([{**dataclasses.asdict(entry), "path": str(entry.path)} for entry in found]))
     else:
-        for shelf in found:
-            print(f"{shelf.bytes / 1e6:9.1f} MB  {shelf.pictures:7} pictures  {shelf.model}: {shelf.look}")
-        print(f"{total:9.1f} MB  in {cache_folder() / 'features'}")
+        for entry in found:
+            unit = "images" if entry.kind == "features" else "files"
+            print(f"{entry.bytes / 1e6:9.1f} MB  {entry.items:7} {unit:6}  {entry.kind:11}  {entry.content}")
+        print(f"{total:9.1f} MB  in {cache.folder}")
     if prune:
-        for shelf in found:
-            shelf.remove()
+        for entry in found:
+            entry.remove()
         if not as_json:
             print(f"deleted {total:.1f} MB")

@@ -9,21 +9,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selftpt.cli.options import Json, ModelOptions, Names, NamesFile, Pictures, PromptFile, read_names, with_settings
+from selftpt.cli.options import (
+    CacheOptions,
+    Json,
+    ModelOptions,
+    Names,
+    NamesFile,
+    Pictures,
+    PromptFile,
+    read_names,
+    with_settings,
+)
 from selftpt.cli.predict import Format, FormatOption, listed, one_format, show_classified
 from selftpt.config import AdaptConfig, PredictConfig
 from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
     from selftpt.classifier import Classifier
+    from selftpt.data.cache import Cache
     from selftpt.models import Model
     from selftpt.prompt import Prompt
 
 
-@with_settings(options=ModelOptions, predicting=PredictConfig, adapting=AdaptConfig)
+@with_settings(options=ModelOptions, caching=CacheOptions, predicting=PredictConfig, adapting=AdaptConfig)
 def command(
     pictures: Pictures,
     options: ModelOptions,
+    caching: CacheOptions,
     adapting: AdaptConfig,
     predicting: PredictConfig,
     prompt: PromptFile = None,
@@ -47,31 +59,39 @@ def command(
         classifier = adaptation.zero_shot(options.load(), wanted, chunk=adapting.chunk)
     else:
         learned = options.prompt(prompt)
-        classifier = adapted(options.load(learned.model, f"the prompt {prompt}"), learned, wanted, adapting)
+        model = options.load(learned.model, f"the prompt {prompt}")
+        classifier = adapted(model, learned, wanted, adapting, caching.cache())
     show_classified(classifier, paths, predicting, form)
 
 
-def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig) -> Classifier:
+def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig, cache: Cache) -> Classifier:
     """The classifier for these names, from the cache if it was made before."""
     from selftpt.adaptation import adapt
     from selftpt.classifier import Classifier
-    from selftpt.files import cache_folder, digest
+    from selftpt.data.cache import code_digest
+    from selftpt.files import digest, set_aside
     from selftpt.models.tokenizer import class_tokens
-    from selftpt.version import __version__
 
-    key = digest(__version__, model.id.digest, prompt.digest, names, dataclasses.asdict(config))
-    file = cache_folder() / "classifiers" / f"{key}.safetensors"
-    if os.path.exists(file):
+    key = digest(code_digest(), model.id.digest, prompt.digest, names, dataclasses.asdict(config))
+    file = cache.folder / "classifiers" / f"{key}.safetensors"
+    if cache.reads and os.path.exists(file):
         try:
             classifier = Classifier.load(file, model)
-            class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)  # tells of equal names
-            print("note: adapted before: the kept classifier is used", file=sys.stderr)
-            return classifier
         except SelfTPTError as error:
-            print(f"note: adapting anew: {error}", file=sys.stderr)
+            if cache.writes:
+                set_aside(file, str(error))
+            else:
+                print(f"note: the cached classifier is not used: {error}", file=sys.stderr)
+        else:
+            class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)  # warns of equal names
+            cache.touch(file)
+            print("note: the classifier for these names is in the cache: no adaptation needed", file=sys.stderr)
+            return classifier
     classifier = adapt(model, prompt, names, config)
-    try:
-        classifier.save(file)
-    except SelfTPTError as error:
-        print(f"note: the classifier is not kept: {error}", file=sys.stderr)
+    if cache.writes:
+        try:
+            classifier.save(file)
+            cache.evict()
+        except SelfTPTError as error:
+            print(f"note: the classifier is not cached: {error}", file=sys.stderr)
     return classifier

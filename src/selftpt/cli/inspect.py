@@ -13,10 +13,10 @@ from selftpt.files import CONTROL
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="a prompt or classifier file")],
+    file: Annotated[Path, typer.Argument(help="a prompt, a classifier or a fitted method")],
     as_json: Json = False,
 ) -> None:
-    """Show what is in a prompt or classifier file."""
+    """Show what is in a file: a prompt, a classifier, a fitted method."""
     from selftpt.files import read_file
 
     header, _ = read_file(file)
@@ -26,21 +26,32 @@ def command(
         _print(json.dumps({**header, "verified": verified}, ensure_ascii=False))
         return
     origin, model = (_object(header.get(key)) for key in ("origin", "model"))
-    _print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {origin.get('selftpt', 'unknown')})")
+    version = origin.get("selftpt") or header.get("selftpt", "unknown")
+    _print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {version})")
     _print("digest: verified" if verified else "digest: none, as in every file of format 1; save it again to have one")
     if model:
         weights = f" ({model['pretrained']})" if model.get("pretrained") else ""
         _print(f"model: {model.get('name')}{weights}, digest {model.get('digest')}")
-    if header.get("meaningless"):
+    if header.get("meaningless") or header.get("random_init"):
         _print("made with random weights: meaningless")
-    names = header.get("names") or origin.get("classes")
+    if "method" in header:
+        _print(f"method: {header['method']}")
+    names = header.get("names") or origin.get("classes") or _object(header.get("data")).get("classes")
     if isinstance(names, list):
         _print(f"classes: {len(names)}: {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}")
     if "pictures" in origin:
         _print(f"learned from {origin['pictures']} pictures")
     for name, shape in header["tensors"].items():
         _print(f"{name}: {' x '.join(map(str, shape))}")
-    for key, value in {**_object(header.get("contrast")), **_object(origin.get("settings"))}.items():
+    settings = {key: _object(part) for key, part in _object(header.get("config")).items() if isinstance(part, dict)}
+    flat = {f"{key}.{name}": value for key, part in settings.items() for name, value in part.items()}
+    own = {
+        **_object(header.get("contrast")),
+        **_object(origin.get("settings")),
+        **_object(header.get("config")),
+        **flat,
+    }
+    for key, value in own.items():
         if not isinstance(value, dict):
             _print(f"{key}: {'none' if value is None else value}")
 

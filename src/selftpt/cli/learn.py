@@ -8,31 +8,35 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import Json, ModelOptions, with_settings
+from selftpt.cli.options import CacheOptions, Json, ModelOptions, with_settings
 from selftpt.config import LearnConfig
 
 
-@with_settings(options=ModelOptions, config=LearnConfig)
+@with_settings(options=ModelOptions, caching=CacheOptions, config=LearnConfig)
 def command(
-    source: Annotated[Path, typer.Argument(help="a folder with a folder of pictures for each class")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="a folder with one folder of images per class, or a CSV file of paths and class names"),
+    ],
     out: Annotated[Path, typer.Option(help="where the prompt is written")],
     options: ModelOptions,
+    caching: CacheOptions,
     config: LearnConfig,
     as_json: Json = False,
 ) -> None:
-    """Learn a prompt from labelled pictures (stage 1). Killed and started again, it goes on where it was."""
-    from selftpt.data.sources import read_folder
+    """Learn a prompt from labelled images (stage 1). An interrupted run resumes when it is started again."""
+    from selftpt.data.sources import Source
     from selftpt.files import check_writable
     from selftpt.learning import learn
 
     check_writable(out)
-    folder = read_folder(source)
-    prompt = learn(options.load(), folder, config, out=out)
+    images = Source.read(source)
+    prompt = learn(options.load(), images, config, out=out, cache=caching.cache())
     facts = {
         "prompt": str(out),
         "log": f"{out}.log.jsonl",
         "model": str(prompt.model),
-        "classes": len(folder.names),
+        "classes": len(images.names),
         "pictures": prompt.origin["pictures"],
     }
     if prompt.model.meaningless:

@@ -15,17 +15,22 @@ def command(as_json: Json = False) -> None:
     from selftpt.methods import METHODS
 
     if as_json:
-        told = ("name", "summary", "reference", "needs", "trains_on", "cost", "whole", "learns", "draws")
-        print(json.dumps([{key: getattr(m, key) for key in told} | _settings(m.settings) for m in METHODS.values()]))
+        keys = ("name", "summary", "reference", "needs", "trains_on", "inputs", "requires")
+        flags = ("needs_labels", "transductive", "stochastic")
+        rows = [
+            {key: getattr(m, key) for key in (*keys, *flags)} | {"cost": m.cost(m.config)} | _settings(m.config)
+            for m in METHODS.values()
+        ]
+        print(json.dumps(rows))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("method", "what it does", "needs", "trains on", "cost of a picture", "reference"):
+    for column in ("method", "what it does", "needs", "trains on", "cost per image", "reference"):
         table.add_column(column, overflow="fold", no_wrap=column == "method")
     for m in METHODS.values():
-        table.add_row(m.name, m.summary, m.needs, m.trains_on, m.cost, m.reference)
+        table.add_row(m.name, m.summary, m.needs, m.trains_on, m.cost(m.config), m.reference)
     Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False, emoji=False).print(table)
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 import typer
 
-from selftpt.config import Config, Precision, none_for_zero, setting
+from selftpt.config import CacheMode, Config, Precision, none_for_zero, setting
 from selftpt.errors import SelfTPTError
 from selftpt.names import check_names
 
 if TYPE_CHECKING:
+    from selftpt.data.cache import Cache
     from selftpt.models import Model, ModelId
     from selftpt.prompt import Prompt
 
@@ -69,13 +70,27 @@ class ModelOptions(Config):
         return Prompt.embedded()
 
 
-def _integer_or_none(name: str, value: str | int) -> int | None:
+@dataclass(frozen=True)
+class CacheOptions(Config):
+    """The cache on disk."""
+
+    cache_mode: CacheMode = setting("on", "whether results are cached: on, off or read-only")
+    cache_gb: float | None = setting(20.0, "size limit in GB; the least recently used results are deleted", above=0)
+
+    def cache(self) -> Cache:
+        """The cache."""
+        from selftpt.data.cache import Cache
+
+        return Cache(self.cache_mode, self.cache_gb)
+
+
+def _number_or_none(number: type[int] | type[float], name: str, value: str | float) -> float | None:
     if value == "none":
         return None
     try:
-        return none_for_zero(name, int(value))
+        return none_for_zero(name, int(value)) if number is int else number(value)
     except ValueError:
-        raise ValueError(f"{value!r} is neither an integer nor none") from None
+        raise ValueError(f"{value!r} is neither a number of type {number.__name__} nor none") from None
 
 
 def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -108,9 +123,11 @@ def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
             yield from _parameters(hints[field.name])
             continue
         more: dict[str, Any] = {}
-        if int in get_args(kind):
-            read = functools.partial(_integer_or_none, f"--{field.name.replace('_', '-')}")
-            more, default = {"parser": read, "metavar": "<int|none>"}, "none" if default is None else default
+        if number := {int, float} & {*get_args(kind)}:
+            (number_type,) = number
+            read = functools.partial(_number_or_none, number_type, f"--{field.name.replace('_', '-')}")
+            more = {"parser": read, "metavar": f"<{number_type.__name__}|none>"}
+            default = "none" if default is None else default
         elif get_origin(kind) is tuple:
             kind, default = str, ",".join(cast("tuple[str, ...]", default))
         option = typer.Option(help=field.metadata["help"], rich_help_panel=panel, **more)

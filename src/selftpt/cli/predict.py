@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selftpt.cli.options import (
+    CacheOptions,
     Changes,
     Json,
     ModelOptions,
@@ -43,10 +44,11 @@ class Format(StrEnum):
 FormatOption = Annotated[Format, typer.Option("--format", help="how predictions are printed")]
 
 
-@with_settings(options=ModelOptions, config=PredictConfig)
+@with_settings(options=ModelOptions, caching=CacheOptions, config=PredictConfig)
 def command(
     pictures: Pictures,
     options: ModelOptions,
+    caching: CacheOptions,
     config: PredictConfig,
     classifier: Annotated[Path | None, typer.Option(help="a classifier that `selftpt adapt` made")] = None,
     method: Annotated[
@@ -58,7 +60,8 @@ def command(
         str, typer.Option(help="with --method: the sentence of methods that take one")
     ] = ContrastConfig.template,
     source: Annotated[
-        Path | None, typer.Option(help="with a --method that learns: labelled pictures, a folder a class")
+        Path | None,
+        typer.Option(help="with a --method that learns: labelled images, as for `selftpt learn`"),
     ] = None,
     set: Changes = None,
     format: FormatOption = Format.table,
@@ -71,6 +74,8 @@ def command(
     if classifier is not None:
         if names or names_file or source or set or template != ContrastConfig.template:
             raise SelfTPTError("--names, --template, --source and --set are for --method: a classifier has its names")
+        if caching != CacheOptions():
+            raise SelfTPTError("--cache-mode and --cache-gb are for --method: a classifier caches nothing")
         paths = listed(pictures)
         from selftpt.classifier import Classifier
 
@@ -85,16 +90,28 @@ def command(
         )
     wanted = read_names(names, names_file)
     paths = list(listed(pictures))
-    from selftpt.methods.prediction import MethodPredictor, chosen_method, chosen_settings
+    from selftpt.data.sources import Source
+    from selftpt.methods import FitContext
+    from selftpt.methods.selection import configure, find_method
 
-    asked = chosen_method(method or "")
-    settings = chosen_settings(asked, dict(parse_setting(text) for text in set or []))
-    if asked.learns and source is None:
-        raise SelfTPTError(f"{method} learns from labelled pictures: give --source FOLDER, with a folder a class")
-    if source is not None and not asked.learns:
-        raise SelfTPTError(f"{method} learns from no pictures: leave --source out")
-    ready = MethodPredictor(options.load(), asked, settings, wanted, template, source)
-    show(lambda report: ready.predict(paths, config.top, report), paths, form, ready.model.id.meaningless)
+    chosen = find_method(method or "")
+    settings = configure(chosen, dict(parse_setting(text) for text in set or []))
+    if chosen.needs_labels and source is None:
+        raise SelfTPTError(f"{method} learns from labelled images: give --source FOLDER, with one folder per class")
+    if source is not None and not chosen.needs_labels:
+        raise SelfTPTError(f"{method} learns from no images: leave --source out")
+    cache, train_set = caching.cache(), None if source is None else Source.read(source)
+    model = options.load()
+    folder = cache.folder / "learned" if chosen.needs_labels and cache.reads else None
+    read_only = folder is not None and cache.writable("learned") is None
+    fitted = chosen.fit(FitContext(model, train_set, folder, cache, read_only=read_only), settings)
+    predictor = fitted.for_classes(wanted, template)
+    show(
+        lambda report: predictor.predict(paths, config.top, cache=cache, on_error=report),
+        paths,
+        form,
+        model.id.meaningless,
+    )
 
 
 def one_format(format: Format, as_json: bool) -> Format:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from selftpt.config import BenchConfig, ContrastConfig, change, kind_of
+from selftpt.data.cache import Cache
 from selftpt.data.datasets import DATASETS, Dataset, read_dataset
 from selftpt.data.datasets.sampling import fraction, half, limit, some_classes
 from selftpt.data.decoding import ImageError, warn_of
-from selftpt.data.features import stamp
+from selftpt.data.features import Block, FeatureProvider
 from selftpt.data.sources import Source
+from selftpt.data.views import ViewSpec
 from selftpt.errors import SelfTPTError
 from selftpt.evaluation.measures import harmonic, measure
 from selftpt.evaluation.memory import forget_peak, peak_megabytes
@@ -28,8 +30,9 @@ from selftpt.evaluation.protocols import chosen_protocol
 from selftpt.evaluation.records import Record
 from selftpt.evaluation.runs import Runs
 from selftpt.files import digest
-from selftpt.methods import METHODS, Eyes, Fitted, Job, Predictor
+from selftpt.methods import METHODS, FitContext, FittedMethod, Predictor
 from selftpt.models import Model
+from selftpt.progress import Bar
 from selftpt.version import __version__
 
 POLL_SECONDS = 1.0  # between looks at runs that other processes have claimed
@@ -50,7 +53,7 @@ class Bench:
     """A protocol on the data of a folder, with one model; its records go to `runs`.
 
     source: another dataset to learn from than the protocol's. changes: settings other than the methods' own, such as
-    "learn.lr": 0.02, which those have that know them.
+    "learn.lr": 0.02, which those have that know them. cache: where image features are cached.
     """
 
     model: Model
@@ -61,6 +64,7 @@ class Bench:
     changes: Mapping[str, Any] = field(default_factory=dict)
     on_error: Callable[[ImageError], None] = warn_of
     source: str | None = None
+    cache: Cache = field(default_factory=Cache)
 
     def __post_init__(self) -> None:
         self.protocol = chosen_protocol(self.name)
@@ -70,9 +74,10 @@ class Bench:
             self.protocol = dataclasses.replace(self.protocol, source=self.source)
         self._read: dict[str, Dataset] = {}
         self._sources: dict[tuple[str, int], tuple[Source, Record]] = {}
-        self._fitted: tuple[object, Fitted, int] | None = None
+        self._fitted: tuple[object, FittedMethod, int] | None = None
         self._unreadable = 0
-        self._eyes = Eyes(self.model, self._report)
+        self._keys: dict[Run, str] = {}
+        self._providers: dict[tuple[ViewSpec, ...], FeatureProvider] = {}
 
     def dataset(self, name: str) -> Dataset:
         """A dataset, read once."""
@@ -90,7 +95,7 @@ class Bench:
             Run(method, dataset, seed)
             for method in methods
             for dataset in datasets
-            for seed in (seeds if METHODS[method].draws else [None])
+            for seed in (seeds if METHODS[method].stochastic else [None])
         ]
         for run in runs:
             self.source_of(run)
@@ -101,15 +106,15 @@ class Bench:
         """The settings of a run's method with the protocol's epochs, the run's seed and the changes."""
         method = METHODS[run.method]
         changes = self._changes(run)
-        settings = method.seeded(run.seed, shots=None)
+        settings = method.seeded(run.seed, shots=None) if method.needs_labels else method.seeded(run.seed)
         for key, value in changes.items():
             settings = change(settings, key.split("."), value)
-        if method.papers_epochs(settings) and "learn.epochs" not in changes:
+        if method.uses_protocol_epochs(settings) and "learn.epochs" not in changes:
             settings = change(settings, ("learn", "epochs"), self.protocol.epochs)
         return settings
 
     def _changes(self, run: Run) -> dict[str, Any]:
-        settings = METHODS[run.method].settings
+        settings = METHODS[run.method].config
         return {key: value for key, value in self.changes.items() if kind_of(settings, key.split(".")) is not None}
 
     def facts(self, run: Run) -> Record:
@@ -136,11 +141,14 @@ class Bench:
 
     def key(self, run: Run) -> str:
         """What tells a run from all others: what is done, with what, on which pictures."""
+        if run in self._keys:
+            return self._keys[run]
         facts, source = self.facts(run), self.source_of(run)
         learned_from = source and self._listed(self.protocol.source or run.dataset, source[0])
         tests = [(part, self._listed(run.dataset, test)) for part, test in self._parts(run)]
-        read = [stamp(file) for file in METHODS[run.method].reads(self.settings(run))]
-        return digest(__version__, facts, learned_from, tests, *([read] if read else []))
+        own = METHODS[run.method].data(self.settings(run))
+        self._keys[run] = digest(__version__, facts, learned_from, tests, *([own] if own else []))
+        return self._keys[run]
 
     def _listed(self, dataset: str, source: Source) -> object:
         root = self.dataset(dataset).root
@@ -198,8 +206,8 @@ class Bench:
         results: dict[str, Any] = {}
         for part, test in self._parts(run):
             with clock("adapt"):
-                predictor = fitted(test.names, facts["template"])
-            results[part] = self._examine(run, settings, predictor, test, clock)
+                predictor = fitted.for_classes(test.names, facts["template"])
+            results[part] = self._evaluate(predictor, test, clock)
         if "new" in results:
             results["harmonic"] = harmonic(results["base"]["top1"], results["new"]["top1"])
         return self.runs.add(
@@ -222,22 +230,23 @@ class Bench:
             }
         )
 
-    def _fit(self, run: Run, settings: Any, clock: Clock) -> tuple[Fitted, int]:
-        """The fitted method and how many pictures it could not use; kept for the next run, on another dataset."""
+    def _fit(self, run: Run, settings: Any, clock: Clock) -> tuple[FittedMethod, int]:
+        """The fitted method and the number of images it could not use; kept for the next run, on another dataset."""
         source = self.source_of(run)
-        job = Job(self.model, source and source[0], self.runs.folder / "learned", self._report)
+        folder = self.runs.folder / "learned"
+        context = FitContext(self.model, source and source[0], folder, cache=self.cache, on_error=self._report)
         if source is None:
-            return METHODS[run.method].fit(job, settings), 0
+            return METHODS[run.method].fit(context, settings), 0
         key = run.method, run.seed, self.protocol.source or run.dataset
         if self._fitted is None or self._fitted[0] != key:
             with clock("learn"):
-                fitted = METHODS[run.method].fit(job, settings)
-            self._fitted = key, fitted, job.unreadable
+                fitted = METHODS[run.method].fit(context, settings)
+            self._fitted = key, fitted, context.unreadable
         return self._fitted[1:]
 
     def source_of(self, run: Run) -> tuple[Source, Record] | None:
         """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
-        if not METHODS[run.method].learns:
+        if not METHODS[run.method].needs_labels:
             return None
         assert run.seed is not None
         teacher = self.protocol.source or run.dataset
@@ -275,22 +284,32 @@ class Bench:
         for part, pictures in tests.items():
             yield part, pictures if self.config.limit is None else limit(pictures, self.config.limit)
 
-    def _examine(
-        self, run: Run, settings: Any, predictor: Predictor, test: Source, clock: Clock
-    ) -> dict[str, float | int]:
-        """Measures of the predictions for test pictures; those that cannot be read are left out."""
-        answers, seen, blocks = [], [], self._eyes(METHODS[run.method], settings, test.paths)
-        while True:
-            with clock("features"):
-                block = next(blocks, None)
-            if block is None:
-                break
-            with clock("predict"):
-                answers.append(predictor(block[1]))
-            seen.append(block[0])
-        if not seen:
-            raise SelfTPTError(f"none of the {len(test.paths)} test pictures can be read, the first is {test.paths[0]}")
-        return measure(torch.cat(answers), torch.tensor(test.labels)[torch.cat(seen)])
+    def _evaluate(self, predictor: Predictor, test: Source, clock: Clock) -> dict[str, float | int]:
+        """Measures of the predictions for test images; those that cannot be read are left out."""
+        specs = tuple(predictor.fitted.method.views(predictor.fitted.config))
+        if specs not in self._providers:
+            provider = FeatureProvider(self.model, specs, self.cache, fixed_batch=True, on_error=self._report)
+            self._providers[specs] = provider
+        usable, answers = [], []
+
+        def timed(blocks: Iterator[Block]) -> Iterator[Block]:
+            while True:
+                with clock("features"):
+                    block = next(blocks, None)
+                if block is None:
+                    return
+                yield block
+                bar.step(len(block.indices))
+
+        with Bar("test images", len(test)) as bar, clock("predict"):
+            pixels = predictor.fitted.inputs == "pixels"
+            blocks = self._providers[specs].blocks(test.images, pixels=pixels)
+            for block, probabilities in predictor.stream(timed(blocks)):
+                usable.append(block.indices)
+                answers.append(probabilities.cpu())
+        if not usable:
+            raise SelfTPTError(f"none of the {len(test)} test images can be read, the first is {test.images[0]}")
+        return measure(torch.cat(answers), torch.tensor(test.labels)[torch.cat(usable)])
 
     def _report(self, error: ImageError) -> None:
         self._unreadable += 1
@@ -298,17 +317,28 @@ class Bench:
 
 
 class Clock:
-    """Seconds by stage: `with clock("learn"): ...`."""
+    """Seconds by stage: `with clock("learn"): ...`. Time in an inner stage does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._stages: list[str] = []
+        self._begin = 0.0
 
     def __call__(self, stage: str) -> Clock:
-        self._stage = stage
+        self._turn()
+        self._stages.append(stage)
         return self
 
+    def _turn(self) -> None:
+        """Count the time since the last turn for the current stage."""
+        now = time.monotonic()
+        if self._stages:
+            self.seconds[self._stages[-1]] = self.seconds.get(self._stages[-1], 0.0) + now - self._begin
+        self._begin = now
+
     def __enter__(self) -> None:
-        self._begin = time.monotonic()
+        pass
 
     def __exit__(self, *_: object) -> None:
-        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + time.monotonic() - self._begin
+        self._turn()
+        self._stages.pop()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from selftpt.evaluation.protocols import PROTOCOLS
+from selftpt.files import parse_json
 
 Record = dict[str, Any]
 
-MAX_DEPTH = 32
-MAX_INT = 2**63
+FORMAT = 2  # records without a format have no digest
 RENAMED = {"meaningless": "random_init", "pictures": "images"}  # keys of records written by earlier versions
 
 # What a value must be. "?" after a name in FIELDS: the value may be null or missing.
@@ -30,6 +29,7 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 RESULT_FIELDS = {"top1": "percent?", "top5": "percent?", "ece": "percent?", "images": "count?", "classes": "positive?"}
 FIELDS: dict[str, str] = {
+    "format": "positive?",
     "key": "name?",
     "protocol": "name",
     "method": "name",
@@ -72,7 +72,7 @@ def to_line(record: Mapping[str, Any]) -> str:
     Raises:
         ValueError: If `from_line` would refuse the line.
     """
-    content = json.loads(json.dumps(record, allow_nan=False))
+    content = json.loads(json.dumps({**record, "format": FORMAT}, allow_nan=False))
     line = json.dumps({**content, "digest": content_digest(content)})
     from_line(line.encode())
     return line
@@ -86,11 +86,16 @@ def from_line(line: bytes) -> Record:
     Raises:
         ValueError: If the line is damaged, with the reason in a few words.
     """
-    record = _parse(line)
+    try:
+        record = parse_json(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos + 1}") from error
     if not isinstance(record, dict):
         raise ValueError("not an object")
-    _check_value(record, MAX_DEPTH)
-    if "digest" in record and record["digest"] != content_digest(record):
+    _check_text(record)
+    if ("format" in record or "digest" in record) and record.get("digest") != content_digest(record):
         raise ValueError("its content is not what its digest says")
     record = _with_new_keys(record)
     _check_fields(record)
@@ -103,64 +108,16 @@ def content_digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(
-            line.decode("utf-8"),
-            parse_constant=_refuse_constant,
-            parse_int=_parse_int,
-            parse_float=_parse_float,
-            object_pairs_hook=_unique,
-        )
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at character {error.pos + 1}") from error
-    except RecursionError as error:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep") from error
-
-
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > len(str(-MAX_INT)) or not -MAX_INT <= int(digits) < MAX_INT:
-        raise ValueError(f"an integer of {len(digits)} characters is too large")
-    return int(digits)
-
-
-def _parse_float(digits: str) -> float:
-    if not math.isfinite(value := float(digits)):
-        raise ValueError("a number is too large")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:40]!a} is there twice")
-    return unique
-
-
-def _check_value(value: Any, depth: int) -> None:
-    """Refuse what is nested too deep, and strings that no file or terminal takes."""
-    if depth < 0:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+def _check_text(value: Any) -> None:
+    """Refuse strings that no file or terminal takes."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             raise ValueError(f"{value[:20]!a} is not text") from None
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            _check_value(key, depth)
-            _check_value(inner, depth - 1)
-    elif isinstance(value, list):
-        for inner in value:
-            _check_value(inner, depth - 1)
+    elif isinstance(value, dict | list):
+        for inner in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_text(inner)
 
 
 def _with_new_keys(record: Record) -> Record:
