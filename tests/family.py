@@ -1,4 +1,4 @@
-"""What tests of methods that learn from pictures share: a job on small pictures, and what each such method must do."""
+"""What tests of methods that learn from images share: a context with small images, and checks for each method."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from selftpt.config import TrainConfig
-from selftpt.data.sources import read_folder
-from selftpt.files import read_tensors
-from selftpt.methods import Job, Method
-from selftpt.training import RunFiles, source_features
+from selftpt.data.cache import Cache
+from selftpt.data.sources import Source
+from selftpt.methods import FitContext, Method
+from selftpt.training import RunFiles
 from tests.folders import make_photos
 from tests.small import Small, model
 
@@ -22,28 +22,27 @@ OTHERS = ["blue bird", "cat", "boat on the lake", "dog"]
 PLAIN = "a photo of a {}."
 
 
-def _refuse(error: Exception) -> None:
+def raise_error(error: Exception) -> None:
     raise error
 
 
-def make_job(folder: Path, kind: str = "vit", classes: tuple[str, ...] = ("red_fox", "blue whale", "kite")) -> Job:
-    """Nine pictures of three classes, unless there are some already."""
+def make_context(
+    folder: Path, kind: str = "vit", classes: tuple[str, ...] = ("red_fox", "blue whale", "kite")
+) -> FitContext:
+    """Nine images of three classes, unless there are some already."""
     photos = folder / "photos"
-    return Job(
-        model(kind), read_folder(photos if photos.exists() else make_photos(photos, classes)), folder / "out", _refuse
-    )
+    source = Source.from_folder(photos if photos.exists() else make_photos(photos, classes))
+    return FitContext(model(kind), source, folder / "out", Cache(), on_error=raise_error)
 
 
-def seen(job: Job, config: TrainConfig) -> tuple[Tensor, Tensor]:
+def train_data(context: FitContext, config: TrainConfig) -> tuple[Tensor, Tensor]:
     """What there is to learn from: features of crops [N, crops, D] and labels [N]."""
-    return source_features(job.model, job.teacher.few(config.shots, config.seed), config, _refuse)
+    return context.features(config)
 
 
-def taught(method: Method, settings: Any, job: Job) -> dict[str, Tensor]:
-    """What is kept of what the method learns."""
-    method.fit(job, settings)
-    (file,) = job.folder.glob("*.safetensors")
-    return read_tensors(file, method.name)[1]
+def learned(method: Method, config: Any, context: FitContext) -> dict[str, Tensor]:
+    """What the method learns."""
+    return dict(method.fit(context, config).tensors)
 
 
 def words(small: Small, text: str) -> Tensor:
@@ -51,22 +50,22 @@ def words(small: Small, text: str) -> Tensor:
     return small.embedding[torch.tensor(small.encode(text))].clone()
 
 
-def changed(settings: Any, **learn: Any) -> Any:
-    return dataclasses.replace(settings, learn=dataclasses.replace(settings.learn, **learn))
+def changed(config: Any, **learn: Any) -> Any:
+    return dataclasses.replace(config, learn=dataclasses.replace(config.learn, **learn))
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def check_method(method: Method, settings: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By seed the same, by another not; kept, and found without learning; resumed to the same bits; in chunks alike.
+def check_method(method: Method, config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check determinism, resuming, reuse, chunking and single steps of a method that learns.
 
-    settings: of two epochs at least, with a prompt that is drawn in part.
+    `config` has at least two epochs, and a prompt that is drawn in part.
     """
-    first = taught(method, settings, make_job(folder / "a"))
-    assert not same(first, taught(method, changed(settings, seed=2), make_job(folder / "b")))
-    chunked = taught(method, changed(settings, chunk=2), make_job(folder / "c"))
+    first = learned(method, config, make_context(folder / "a"))
+    assert not same(first, learned(method, changed(config, seed=2), make_context(folder / "b")))
+    chunked = learned(method, changed(config, chunk=2), make_context(folder / "c"))
     for key, tensor in first.items():
         assert torch.allclose(chunked[key], tensor, atol=1e-5), key
 
@@ -76,23 +75,48 @@ def check_method(method: Method, settings: Any, folder: Path, monkeypatch: pytes
         keep(self, state, epochs, lines)
         raise KeyboardInterrupt
 
-    job = make_job(folder / "d")
+    context = make_context(folder / "d")
     with monkeypatch.context() as patch:
         patch.setattr(RunFiles, "keep", stop)
         with pytest.raises(KeyboardInterrupt):
-            method.fit(job, settings)
-    assert same(taught(method, settings, job), first)
+            method.fit(context, config)
+    assert same(learned(method, config, context), first)
 
-    drawn = torch.randn(5, 1, job.model.dimension, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(5, 1, context.model.dimension, generator=torch.Generator().manual_seed(0))
     features = torch.nn.functional.normalize(drawn, dim=-1)
-    wanted = method.fit(job, settings)(OTHERS, PLAIN)(features)
+    wanted = method.fit(context, config).for_classes(OTHERS, PLAIN)(features)
     with monkeypatch.context() as patch:
-        patch.setattr("selftpt.methods.method.source_features", None)  # it would be called to learn
-        again = method.fit(job, settings)(OTHERS, PLAIN)
+        patch.setattr(FitContext, "features", None)  # it would be called to learn
+        again = method.fit(context, config).for_classes(OTHERS, PLAIN)
     assert torch.equal(again(features), wanted)
     assert wanted.shape == (5, len(OTHERS))
     assert torch.allclose(wanted.sum(-1), torch.ones(5))
-    assert torch.allclose(again(features[:1]), wanted[:1], atol=1e-6)  # no matter what other pictures there are
+    assert torch.allclose(again(features[:1]), wanted[:1], atol=1e-6)  # no matter what other images there are
 
-    two = make_job(folder / "e", classes=("cat", "dog"))
-    assert method.fit(two, settings)(["kite", "bird"], PLAIN)(features).shape == (5, 2)
+    two = make_context(folder / "e", classes=("cat", "dog"))
+    assert method.fit(two, config).for_classes(["kite", "bird"], PLAIN)(features).shape == (5, 2)
+    check_single_steps(method, config, context)
+
+
+def check_single_steps(method: Method, config: Any, context: FitContext) -> None:
+    """Steps from outside, on features and initial values in memory and without files, are those of a whole run."""
+    learn = method.train_config(context, config)
+    learn = learn if isinstance(learn, TrainConfig) else learn.learn
+    features, labels = context.features(learn)
+    source = Source.from_features(features, labels.tolist(), context.source.names)
+    memory = FitContext(context.model, source, on_error=raise_error)
+    whole = dict(method.fit(memory, config).tensors)
+
+    training = method.training(memory, config)
+    name, start = next((name, value.clone()) for name, value in training.parameters.items())
+    other = dataclasses.replace(memory, initial={name: start + 0.1})
+    assert torch.equal(method.training(other, config).parameters[name], start + 0.1)
+    losses = [
+        training.step(epoch, number)
+        for epoch in range(learn.epochs)
+        for number in range(max(1, len(labels) // learn.batch))
+    ]
+    assert all(losses)
+    assert not torch.equal(training.parameters[name], start)
+    for key, value in training.parameters.items():
+        assert torch.equal(value.detach().cpu(), whole[key]), key

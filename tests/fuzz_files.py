@@ -9,9 +9,9 @@ Another kind of file is a row in `KINDS`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import os
 import random
 import shutil
 import struct
@@ -155,12 +155,58 @@ def make_features(folder: Path) -> Path:
 
 
 def use_features(path: Path) -> Any:
-    from selftpt.data.features import FeatureStore, ViewSpec
+    from selftpt.data.cache import Cache
+    from selftpt.data.features import FeatureProvider
+    from selftpt.data.views import ViewSpec
     from tests.small import model
 
-    os.environ["SELFTPT_CACHE"] = str(path.parents[2])
     images = sorted((path.parents[3] / "images").iterdir())
-    return bits(FeatureStore(model(), ViewSpec())(images))
+    provider = FeatureProvider(model(), [ViewSpec()], Cache(folder=path.parents[2]), fixed_batch=True)
+    return bits(provider(images))
+
+
+def fitting(method: str, folder: Path | None) -> Any:
+    """A method fitted on features in memory."""
+    import torch
+
+    from selftpt.data.sources import Source
+    from selftpt.methods import METHODS, FitContext
+    from selftpt.methods.selection import configure
+    from tests.small import model
+
+    drawn = torch.randn(6, 2, model().dimension, generator=torch.Generator().manual_seed(0))
+    source = Source.from_features(torch.nn.functional.normalize(drawn, dim=-1), [0, 1, 2] * 2, NAMES)
+    small = {"learn.epochs": 2, "learn.batch": 3, "learn.length": 2}
+    if method == "ship":
+        small |= {"learn.encoder": 4, "learn.generator": 4, "coop.epochs": 1, "coop.length": 2}
+    return METHODS[method].fit(FitContext(model(), source, folder), configure(METHODS[method], small))
+
+
+def make_learned(folder: Path) -> Path:
+    fitting("kgcoop", folder)
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def use_learned(path: Path) -> Any:
+    return {name: bits(tensor) for name, tensor in fitting("kgcoop", path.parent).tensors.items()}
+
+
+def make_fitted(method: str, folder: Path) -> Path:
+    path = folder / "fitted.safetensors"
+    fitting(method, None).save(path)
+    return path
+
+
+def use_fitted(path: Path) -> Any:
+    import torch
+
+    from selftpt.methods import FittedMethod
+    from tests.small import model
+
+    fitted = FittedMethod.load(path, model())
+    predictor = fitted.for_classes(["cat", "boat"])
+    return [repr(fitted.config), dict(fitted.data), bits(predictor(torch.eye(model().dimension)[:3, None]))]
 
 
 def make_records(folder: Path) -> Path:
@@ -180,8 +226,8 @@ def make_records(folder: Path) -> Path:
                 "data": {"published": True, "limit": None, "unreadable": 0},
                 "source": None,
                 "settings": {"adapt": {"lr": 0.1, "steps": 10}, "learn": {"seed": seed}},
-                "meaningless": False,
-                "results": {"test": {"top1": 40.0 + seed, "top5": 70.0, "ece": 5.5, "pictures": 1692, "classes": 47}},
+                "random_init": False,
+                "results": {"test": {"top1": 40.0 + seed, "top5": 70.0, "ece": 5.5, "images": 1692, "classes": 47}},
             }
         )
     return runs.file
@@ -204,6 +250,10 @@ KINDS = {
     "classifier": FileKind(make_classifier, use_classifier),
     "checkpoint": FileKind(make_checkpoint, use_checkpoint, recovers=True),
     "features": FileKind(make_features, use_features, recovers=True),
+    "learned": FileKind(make_learned, use_learned, recovers=True),
+    "cocoop": FileKind(functools.partial(make_fitted, "cocoop"), use_fitted),
+    "ship": FileKind(functools.partial(make_fitted, "ship"), use_fitted),
+    "self-tpt": FileKind(functools.partial(make_fitted, "self-tpt"), use_fitted),
     "records": FileKind(make_records, use_records, accepts=some_of),
 }
 

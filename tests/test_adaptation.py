@@ -180,3 +180,12 @@ def test_the_embedded_prompt_is_of_the_first_format_and_is_read(tmp_path: Path) 
     assert read_file(tmp_path / "p")[0]["format"] == 2
     assert Prompt.load(tmp_path / "p").digest == learned.digest
     assert Prompt.load(tmp_path / "p").origin == learned.origin
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_adapt_in_a_callers_grad_mode(mode: type) -> None:
+    names = ["cat", "dog", "red kite"]
+    wanted = adapt(model(), prompt(), names, AdaptConfig(steps=2))
+    with mode():
+        found = adapt(model(), prompt(), names, AdaptConfig(steps=2))
+    assert torch.equal(found.weights, wanted.weights)

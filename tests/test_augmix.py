@@ -1,4 +1,4 @@
-"""AugMix of crops: by Pillow what the slow loops say, and nothing of it where it is not asked for."""
+"""AugMix of crops against slow loops, and that it is applied only where it is configured."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
 from selftpt.data.augmix import OPERATIONS, Operation, augmix
-from selftpt.data.features import FeatureStore, ViewSpec, shelves
+from selftpt.data.cache import Cache, cache_entries
+from selftpt.data.features import FeatureProvider
 from selftpt.data.threads import in_threads
 from selftpt.data.transforms import Preprocess
+from selftpt.data.views import LazyImage, ViewSpec
 from tests import pictures
 from tests.oracle import augmix as oracle
 from tests.small import model
 
 
-def as_array(picture: oracle.Picture | list[list[list[float]]]) -> np.ndarray:
-    return np.array(picture, float).transpose(1, 2, 0)
+def as_array(image: oracle.Picture | list[list[list[float]]]) -> np.ndarray:
+    return np.array(image, float).transpose(1, 2, 0)
 
 
 @pytest.mark.parametrize("place", range(len(oracle.NAMES)), ids=oracle.NAMES)
-def test_operations(place: int) -> None:
-    """Each at several strengths. Pillow steps in fixed point through sheared and turned rows: one grey level off."""
+def test_operations_equal_the_reference(place: int) -> None:
+    """Each at several strengths. Pillow shears and rotates in fixed-point arithmetic: one grey level off."""
     near = 1.01 if oracle.NAMES[place] in ("rotate", "shear_x", "shear_y") else 0
     changed = 0.0
     for seed in range(6):
-        picture = pictures.noise(seed, 40, 33)
-        found = np.asarray(OPERATIONS[place](picture, random.Random(seed)), float)
-        slow = oracle.operate(oracle.planes(np.asarray(picture).tolist()), oracle.NAMES[place], random.Random(seed))
+        image = pictures.noise(seed, 40, 33)
+        found = np.asarray(OPERATIONS[place](image, random.Random(seed)), float)
+        slow = oracle.operate(oracle.planes(np.asarray(image).tolist()), oracle.NAMES[place], random.Random(seed))
         off = np.abs(found - as_array(slow))
         assert np.mean(off > near) < 0.01, off.max()  # a pixel on the edge may fall on either side of it
-        changed = max(changed, np.abs(found - np.asarray(picture, float)).max())
+        changed = max(changed, np.abs(found - np.asarray(image, float)).max())
     assert changed > 0
 
 
 def slowly(operation: Operation) -> oracle.Operation:
-    """An operation on Pillow's pictures as one on rows of pixels."""
+    """An operation on PIL images as one on rows of pixels."""
 
     def on_rows(rows: oracle.Picture, rng: random.Random) -> oracle.Picture:
-        picture = Image.fromarray(np.array(rows, np.uint8).transpose(1, 2, 0).copy())
-        return oracle.planes(np.asarray(operation(picture, rng)).tolist())
+        image = Image.fromarray(np.array(rows, np.uint8).transpose(1, 2, 0).copy())
+        return oracle.planes(np.asarray(operation(image, rng)).tolist())
 
     return on_rows
 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), width=st.integers(4, 24), height=st.integers(4, 24))
-def test_the_mix(seed: int, width: int, height: int) -> None:
-    """Of the chains of operations, which are compared above."""
-    picture = pictures.noise(seed % 1000, width, height)
-    found = augmix(picture, random.Random(seed))
-    rows = oracle.planes(np.asarray(picture).tolist())
+def test_mix_equals_the_reference(seed: int, width: int, height: int) -> None:
+    """Of chains of the operations that are compared above."""
+    image = pictures.noise(seed % 1000, width, height)
+    found = augmix(image, random.Random(seed))
+    rows = oracle.planes(np.asarray(image).tolist())
     wanted = as_array(oracle.mix(rows, random.Random(seed), [slowly(operation) for operation in OPERATIONS]))
-    assert found.size == picture.size
+    assert found.size == image.size
     np.testing.assert_allclose(np.asarray(found, float), wanted, rtol=0, atol=0.501)
 
 
-def test_the_mix_of_what_no_operation_changes() -> None:
-    """Weights sum to one: a picture that all operations leave alone stays as it is, to the bit."""
+def test_image_that_no_operation_changes_stays_bitwise() -> None:
+    """The weights of a mix sum to one."""
     black = Image.new("RGB", (30, 20))
     for seed in range(20):
         assert augmix(black, random.Random(seed)).getextrema() == ((0, 0),) * 3
@@ -76,18 +78,26 @@ def preprocess(size: tuple[int, int] = (24, 40)) -> Preprocess:
 
 
 def test_views_are_mixed_crops() -> None:
-    """One generator gives the box, the flip and the mix of a crop, then those of the next; also for one of them."""
-    picture, cut = pictures.noise(0, 90, 50), preprocess()
-    found = cut.views(picture, 3, random.Random(5), mixed=True)
-    assert torch.equal(found[0], cut(picture))
+    """One generator gives the box, the flip and the mix of a crop, then those of the next; also for a single crop."""
+    image, cut = pictures.noise(0, 90, 50), preprocess()
+    found = cut.views(image, 3, random.Random(5), mixed=True)
+    assert torch.equal(found[0], cut(image))
     rng = random.Random(5)
     for view in found[1:]:
-        crop = cut.views(picture, 1, rng, whole=False)[0]
+        crop = cut.views(image, 1, rng, whole=False)[0]
         wanted = augmix(Image.fromarray(crop.permute(1, 2, 0).numpy()), random.Random(rng.random()))
         assert torch.equal(view, pil_to_tensor(wanted))
         assert not torch.equal(view, crop)
-    alone = cut.views(picture, 3, random.Random(5), whole=False, mixed=True, only=1)
+    alone = cut.views(image, 3, random.Random(5), whole=False, mixed=True, only=1)
     assert torch.equal(alone, found[2:3])
+
+
+def test_view_specification_mixes_the_crops(tmp_path: Path) -> None:
+    (path,) = pictures.noises(tmp_path, 1)
+    image = LazyImage(path)
+    found = ViewSpec(3, 5, augmix=True).make_views(preprocess(), image)
+    assert torch.equal(found, preprocess().views(image.decode(80), 3, random.Random(5), whole=False, mixed=True))
+    assert not torch.equal(found, ViewSpec(3, 5).make_views(preprocess(), image))
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -101,11 +111,18 @@ def test_threads_do_not_disturb_each_other() -> None:
         assert torch.equal(together, wanted)
 
 
-def test_its_features_are_kept_apart(tmp_path: Path) -> None:
-    """And those without it are found under the key they always had."""
+def test_features_with_and_without_augmix_are_cached_apart(tmp_path: Path) -> None:
     assert ViewSpec(3, 7).key == (3, 7, 80)
-    paths = pictures.noises(tmp_path, 2)
-    plain, mixed = (FeatureStore(model(), look)(paths) for look in (ViewSpec(3, 7), ViewSpec(3, 7, augmix=True)))
+    assert ViewSpec(3, 7, augmix=True).key == (3, 7, 80, "augmix")
+    paths, specs = pictures.noises(tmp_path, 2), (ViewSpec(3, 7), ViewSpec(3, 7, augmix=True))
+    plain, mixed = (FeatureProvider(model(), [spec], Cache())(paths) for spec in specs)
     assert not torch.allclose(plain, mixed, atol=1e-3)
-    assert torch.equal(FeatureStore(model(), ViewSpec(3, 7, augmix=True))(paths), mixed)
-    assert sorted(shelf.look for shelf in shelves()) == ["3 random crops, seed 7", "3 random crops, seed 7, AugMix"]
+    encoded = model().encoded
+    again = [FeatureProvider(model(), [spec], Cache())(paths) for spec in specs]
+    assert torch.equal(again[0], plain)
+    assert torch.equal(again[1], mixed)
+    assert model().encoded == encoded
+    assert sorted(entry.content.rpartition(": ")[2] for entry in cache_entries(Cache())) == [
+        "3 random crops, seed 7",
+        "3 random crops, seed 7, AugMix",
+    ]

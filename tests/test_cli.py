@@ -145,7 +145,7 @@ def test_classify_adapts_once(run: Run, place: Place, monkeypatch: pytest.Monkey
     monkeypatch.setattr(adaptation, "contrast_step", never)
     second = run(*arguments)
     assert (second.code, second.out) == (0, first.out)
-    assert "adapted before" in second.err
+    assert "is in the cache" in second.err
     for change in (["--names", "cat,cow"], ["--steps", "3"], ["--vectors", "mean"]):
         with pytest.raises(AssertionError, match="a second time"):
             run(*arguments, *change)
@@ -168,7 +168,7 @@ def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, 
     kept.write_bytes(kept.read_bytes()[:100])
     second = run(*arguments)
     assert (second.code, second.out) == (0, first.out)
-    assert "adapting anew" in second.err
+    assert "set aside" in second.err
 
 
 def test_pictures_come_from_files_folders_patterns_and_a_list(run: Run, place: Place) -> None:
@@ -364,7 +364,7 @@ def test_a_cache_that_cannot_be_written_does_not_stop_classify(
     )
     assert answer.code == 0
     assert len(answer.out.splitlines()) == 9
-    assert "note: the classifier is not kept" in answer.err
+    assert "note: the classifier is not cached" in answer.err
 
 
 def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) -> None:
@@ -381,7 +381,7 @@ def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) ->
     ]
     run(*arguments)
     again = run(*arguments)
-    assert "adapted before" in again.err
+    assert "is in the cache" in again.err
     assert "equal class names: cat" in again.err
 
 
@@ -400,13 +400,13 @@ def test_wrong_sources_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     refused(learn(tmp_path / "none"), "does not exist")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(learn(empty), "a folder for each class")
+    refused(learn(empty), "one folder of images per class")
     photos = make_photos(tmp_path / "photos")
     (photos / "zebra").mkdir()
-    refused(learn(photos), "zebra has no picture")
+    refused(learn(photos), "zebra has no image")
     (photos / "zebra" / "a.jpg").write_text("text")
     answer = learn(photos)
-    refused(answer, "'zebra' has no picture that can be read")
+    refused(answer, "'zebra' has no image that can be read")
     assert "note: left out" in answer.err
     refused(learn(photos / "kite" / "0.png"), "is not a folder")
     assert not (tmp_path / "p").exists()
@@ -441,7 +441,7 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
     refused(predict(tmp_path / "none.jpg"), "none.jpg does not exist")
     refused(predict(tmp_path / "*.gif"), "no file matches")
     (tmp_path / "empty").mkdir()
-    refused(predict(tmp_path / "empty"), "has no picture")
+    refused(predict(tmp_path / "empty"), "has no image")
     missing = run(
         "predict",
         "-",

@@ -14,10 +14,10 @@ from torch import Tensor
 from selftpt.config import TrainConfig
 from selftpt.losses import Head
 from selftpt.methods import cocoop as fast
-from selftpt.methods.cocoop import COCOOP, Settings, initial_network, prompts_of
+from selftpt.methods.cocoop import COCOOP, CocoopConfig, initial_network, prompts_of
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import tokenize
-from tests.family import OTHERS, PLAIN, changed, check_method, make_job, seen, taught, words
+from tests.family import OTHERS, PLAIN, changed, check_method, learned, make_context, train_data, words
 from tests.oracle import cocoop
 from tests.oracle.descent import descend
 from tests.small import Small, random_prompt, relative, small
@@ -33,8 +33,8 @@ def network_of(model: Small) -> Head:
 
 
 def test_the_authors_settings() -> None:
-    assert Settings() == Settings(TrainConfig(batch=1, epochs=10, lr=0.002, length=4, words="a photo of a"))
-    assert COCOOP.cost == "1 view, all names"
+    assert CocoopConfig() == CocoopConfig(TrainConfig(batch=1, epochs=10, lr=0.002, length=4, words="a photo of a"))
+    assert COCOOP.cost(COCOOP.config) == "1 view, all class names"
 
 
 @settings(deadline=None)
@@ -74,10 +74,10 @@ def test_loss_and_gradients(kind: str) -> None:
 def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From words and the drawn network; then the probabilities of other names, each picture under its own prompt."""
     monkeypatch.setattr(fast, "NARROWING", 4)  # so small a model would have a single hidden unit
-    settings = changed(Settings(), epochs=2, lr=0.02, warmup_lr=0.01)
-    job, exact = make_job(tmp_path, kind), small(kind, torch.float64)
-    names = [name.replace("_", " ") for name in job.teacher.names]
-    tau = 1 / job.model.scale
+    settings = changed(CocoopConfig(), epochs=2, lr=0.02, warmup_lr=0.01)
+    context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
+    names = [name.replace("_", " ") for name in context.source.names]
+    tau = 1 / context.model.scale
 
     def gradients(parameters: Any, images: Tensor, labels: Tensor) -> list[Tensor]:
         return cocoop.gradients(exact, names, parameters, images, labels, tau)[1]
@@ -85,14 +85,14 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkey
     d, width = exact.spec.dimension, exact.embedding.shape[1]
     network = initial_network(d, width, torch.Generator().manual_seed(1))
     start = [words(exact, "a photo of a"), *network]
-    features, labels = seen(job, settings.learn)
+    features, labels = train_data(context, settings.learn)
     wanted = descend(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
-    found = taught(COCOOP, settings, job)
+    found = learned(COCOOP, settings, context)
     for name, tensor, before in zip(("context", *Head._fields), wanted, start, strict=True):
         assert (found[name] - tensor).norm() < 2e-4 * tensor.norm(), name
         assert (tensor - before).norm() > 1e-2, name
     shown = features[:4, :1]
-    answers = COCOOP.fit(job, settings)(OTHERS, PLAIN)(shown)
+    answers = COCOOP.fit(context, settings).for_classes(OTHERS, PLAIN)(shown)
     kept = [found[name].double() for name in ("context", *Head._fields)]
     wanted_answers = cocoop.probabilities(exact, OTHERS, kept, shown[:, 0].double(), tau)
     assert relative(answers, wanted_answers) < 1e-4
@@ -109,4 +109,4 @@ def test_the_network_starts_as_linear_layers_of_torch_do(dimension: int, hidden:
 
 
 def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_method(COCOOP, changed(Settings(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
+    check_method(COCOOP, changed(CocoopConfig(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)

@@ -537,7 +537,7 @@ def test_own_folders_that_cannot_be(tmp_path: Path) -> None:
     make_photos(tmp_path / "halfway" / "val")
     refused(str(tmp_path / "halfway"), None, "both train and test")
     refused(str(make_photos(tmp_path / "single", each=1)), None, "'blue whale' has one picture", "two")
-    refused(str(make_photos(tmp_path / "one", ("cat",))), None, "two at least")
+    refused(str(make_photos(tmp_path / "one", ("cat",))), None, "at least two")
 
 
 # Parts

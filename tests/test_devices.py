@@ -12,14 +12,16 @@ from torch import Tensor
 
 import selftpt
 from selftpt.config import AdaptConfig, LearnConfig, PredictConfig
-from selftpt.data.sources import images_in
-from selftpt.methods import METHODS
-from selftpt.methods.prediction import MethodPredictor
+from selftpt.data.cache import Cache
+from selftpt.data.features import FeatureProvider
+from selftpt.data.sources import Source, images_in
+from selftpt.data.views import ViewSpec
+from selftpt.methods import METHODS, FitContext
 from selftpt.models import Model
 from tests.folders import make_photos
 from tests.pretend_device import DeviceError, pretend_device
 from tests.small import small
-from tests.test_methods import World, small_settings, world  # noqa: F401
+from tests.test_methods import World, small_config, world  # noqa: F401
 
 NAMES = ("red fox", "blue whale", "kite")
 
@@ -97,11 +99,27 @@ def test_every_method(name: str, world: World, monkeypatch: pytest.MonkeyPatch, 
 
     def answers(model: Model, cache: str) -> Tensor:
         monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / cache))
-        settings = small_settings(name, world)
-        made = MethodPredictor(model, method, settings, NAMES, source=source if method.learns else None)
-        return torch.tensor([answer.probabilities for answer in made.predict(world.pictures, top=3)])
+        train_set = Source.from_folder(source) if method.needs_labels else None
+        context = FitContext(model, train_set, tmp_path / cache / "learned", Cache())
+        predictor = method.fit(context, small_config(name, world)).for_classes(NAMES)
+        return torch.tensor([answer.probabilities for answer in predictor.predict(world.pictures, top=3)])
 
     wanted = answers(on("cpu"), "cpu")
     with pretend_device() as gpu:
         found = answers(on(gpu), "gpu")
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+
+
+def test_features_are_on_the_device_and_class_vectors_are_moved_once(tmp_path: Path) -> None:
+    images = images_in(make_photos(tmp_path / "photos"))
+    with pretend_device() as gpu:
+        own = on(gpu)
+        (block,) = FeatureProvider(own, [ViewSpec()]).blocks(images)
+        assert block.views.device == gpu
+        classifier = selftpt.zero_shot(own, NAMES)
+        assert classifier.probabilities(block.views).device == gpu
+        (moved,) = classifier._on_device.values()
+        assert moved.device == gpu
+        classifier.probabilities(block.views)
+        (again,) = classifier._on_device.values()
+        assert again is moved

@@ -1,12 +1,9 @@
-"""DiffTPT is what its paper and program say; generated pictures come from a folder, or from a real, tiny pipeline."""
+"""DiffTPT against slow code; generated images come from a folder, or from a real, tiny diffusion model."""
 
 from __future__ import annotations
 
-import importlib
-import logging
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +12,63 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch import Tensor
 
 from selftpt.config import LearnConfig
-from selftpt.data.decoding import ImageError, open_image
-from selftpt.data.features import FeatureStore, ViewSpec
-from selftpt.data.sources import read_folder
+from selftpt.data.cache import Cache
+from selftpt.data.decoding import ImageError, ImageInput, open_image
+from selftpt.data.features import Block, FeatureProvider
+from selftpt.data.sources import Source
+from selftpt.data.views import LazyImage, ViewSpec
 from selftpt.errors import SelfTPTError
-from selftpt.methods import METHODS, Eyes, Job, difftpt
-from selftpt.methods.difftpt import Generated, near_and_confident
+from selftpt.methods import METHODS, FitContext, difftpt
+from selftpt.methods.coop import CoopTrainConfig
+from selftpt.methods.difftpt import (
+    COOP_DIFFTPT,
+    DIFFTPT,
+    CoopDiffTptConfig,
+    DiffTptConfig,
+    Generated,
+    near_and_confident,
+)
 from selftpt.methods.tpt import Tuner
+from tests.family import raise_error
 from tests.folders import make_generated, make_photos
 from tests.oracle import tpt as oracle
 from tests.small import Small, model, relative, small
 
-NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat on the lake"]
-FEW = 6  # generated pictures, in two groups
-
-
-def fail(error: ImageError) -> None:
-    raise error
+NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
+FEW = 6  # generated images, in two groups
 
 
 def views_of(small: Small, views: int = 15) -> Tensor:
-    """Unit features [V, D]: a picture, and others near it."""
+    """L2-normalised features [V, D] that resemble views of one image."""
     generator = torch.Generator().manual_seed(0)
-    shown = torch.randn(views, small.spec.dimension, generator=generator)
-    return F.normalize((shown + shown[:1]).to(small.embedding.dtype), dim=-1)
+    drawn = torch.randn(views, small.spec.dimension, generator=generator)
+    return F.normalize((drawn + drawn[:1]).to(small.embedding.dtype), dim=-1)
 
 
-# What is tuned
+def block_of(config: DiffTptConfig, images: list[Path], on_error: Any = raise_error) -> Block:
+    """What DiffTPT sees of the usable ones of some images."""
+    (block,) = FeatureProvider(model(), DIFFTPT.views(config), Cache(), on_error=on_error).blocks(images)
+    return block
+
+
+def make_views(spec: ViewSpec, image: ImageInput) -> Tensor:
+    return spec.make_views(model().preprocess, LazyImage(image))
+
+
+# Tuning
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("vit", None), ("vit", 2), ("custom-text", None)])
-def test_tuning(kind: str, chunk: int | None) -> None:
+def test_tuning_equals_the_reference(kind: str, chunk: int | None) -> None:
     tiny = small(kind, torch.float64)
     views = views_of(tiny)
-    settings = difftpt.Settings(generated="unused", chunk=chunk)
-    tuner = difftpt.fit(Job(tiny.model, None, Path("unused"), fail), settings)(NAMES, "unused {}")
+    tuner = (
+        DIFFTPT.fit(FitContext(tiny.model), DiffTptConfig(generated="unused", chunk=chunk)).for_classes(NAMES).function
+    )
     assert isinstance(tuner, Tuner)
     begin = tiny.embedding[torch.tensor(tiny.encode("a photo of a"))]
     wanted = oracle.tune(tiny, NAMES, begin, views, 1 / tiny.model.scale, share=0.3, near=0.8, steps=4)
@@ -64,40 +80,52 @@ def test_tuning(kind: str, chunk: int | None) -> None:
 
 
 @given(st.integers(1, 12), st.integers(2, 5), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(0, 10**6))
-def test_selection(views: int, classes: int, near: float, confident: float, seed: int) -> None:
+def test_selection_equals_the_reference(views: int, classes: int, near: float, confident: float, seed: int) -> None:
     logits = 3 * torch.randn(views, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     assert near_and_confident(logits, near, confident).tolist() == oracle.choose(logits, confident, near)
 
 
-def test_thirty_of_127_views() -> None:
+def test_thirty_of_127_views_are_selected() -> None:
     """100 of the 126 others are near enough, and 30 of 101 confident enough."""
-    settings = difftpt.Settings()
-    assert sum(look.views for look in difftpt.looks(settings)) == 127
+    config = DiffTptConfig()
+    assert sum(spec.views for spec in DIFFTPT.views(config)) == 127
     logits = torch.randn(127, 5, generator=torch.Generator().manual_seed(0))
-    chosen = near_and_confident(logits, settings.near, settings.confident)
+    chosen = near_and_confident(logits, config.near, config.confident)
     assert len(chosen) == 30
     alike = F.cosine_similarity(logits[:1], logits).argsort(descending=True)
     assert {*chosen.tolist()} <= {*alike[:101].tolist()}
 
 
-def test_coop_and_difftpt(tmp_path: Path) -> None:
-    """It starts from the prompt that CoOp learned, of which there is one file."""
-    source = read_folder(make_photos(tmp_path / "photos", each=2))
-    shown = views_of(small("vit"))[None]
-    answers = {}
-    for name in ("coop", "coop+difftpt"):
-        method = METHODS[name]
-        more = {} if name == "coop" else {"steps": 0, "generated": "unused"}
-        settings = type(method.settings)(learn=LearnConfig(epochs=2, cpt=0, gm=0), **more)
-        answers[name] = method.fit(Job(model(), source, tmp_path / "learned", fail), settings)(NAMES, "unused {}")(
-            shown[:, :1]
-        )
-    torch.testing.assert_close(answers["coop"], answers["coop+difftpt"], rtol=0, atol=1e-6)
+@pytest.mark.parametrize(("near", "confident", "kept"), [(0.8, 0.3, 2), (0.3, 0.9, 2), (0.05, 0.9, 1), (1.0, 0.99, 9)])
+def test_shares_are_never_rounded_up(near: float, confident: float, kept: int) -> None:
+    """Of nine others the integer part of `near`; of them and the image, that of `confident`, at least one."""
+    logits = torch.randn(10, 5, generator=torch.Generator().manual_seed(0))
+    assert len(near_and_confident(logits, near, confident)) == kept
+
+
+def test_coop_difftpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
+    """The prompt is learned once for both methods, in one file."""
+    source = Source.from_folder(make_photos(tmp_path / "photos", each=2))
+    context = FitContext(model(), source, tmp_path / "learned", on_error=raise_error)
+    image = views_of(small("vit"))[None, :1]
+    coop = METHODS["coop"]
+    wanted = coop.fit(context, type(coop.config)(CoopTrainConfig(epochs=2))).for_classes(NAMES)(image)
+    start = CoopDiffTptConfig(steps=0, generated="unused", learn=LearnConfig(epochs=2, cpt=0, gm=0))
+    found = COOP_DIFFTPT.fit(context, start).for_classes(NAMES)(image)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 1
-    assert METHODS["coop"].settings.learn == METHODS["coop+difftpt"].settings.learn
+    assert coop.train_config(context, coop.config) == COOP_DIFFTPT.train_config(context, COOP_DIFFTPT.config)
 
 
-# Pictures of a folder
+@pytest.mark.parametrize(("method", "kind"), [(DIFFTPT, DiffTptConfig), (COOP_DIFFTPT, CoopDiffTptConfig)])
+def test_cost_follows_from_the_configuration(method: Any, kind: type) -> None:
+    """The image, crops, and as many generated images."""
+    assert method.cost(method.config) == "127 views, 4 steps"
+    assert method.cost(kind(views=8, steps=2)) == "15 views, 2 steps"
+    assert method.cost(kind(views=1, steps=1)) == "1 view, 1 step"
+
+
+# Images of a folder
 
 
 @pytest.fixture
@@ -105,33 +133,43 @@ def asked(tmp_path: Path) -> list[Path]:
     return sorted(make_photos(tmp_path / "asked", ("cat", "dog"), each=2).rglob("*.png"))
 
 
-def test_pictures_of_a_folder(asked: list[Path], tmp_path: Path) -> None:
-    """As the model sees them whole, after the picture and its crops."""
+def test_generated_images_of_a_folder_come_after_image_and_crops(asked: list[Path], tmp_path: Path) -> None:
+    """They are not cropped at random."""
     folder = make_generated(tmp_path / "made", asked, each=FEW + 1)
-    settings = difftpt.Settings(views=FEW + 1, generated=str(folder))
-    ((usable, shown),) = Eyes(model(), fail)(METHODS["difftpt"], settings, asked)
-    assert usable.tolist() == [0, 1, 2, 3]
-    assert tuple(shown.shape) == (4, 1 + 2 * FEW, model().dimension)
+    block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), asked)
+    assert block.indices.tolist() == [0, 1, 2, 3]
+    assert tuple(block.views.shape) == (4, 1 + 2 * FEW, model().dimension)
     for i, path in enumerate(asked):
         files = [folder / path.parent.name / path.name / f"{k:02d}.png" for k in range(FEW)]
         pixels = torch.stack([model().preprocess(open_image(file)) for file in files])
-        torch.testing.assert_close(shown[i, 1 + FEW :], model().encode_images(pixels), rtol=0, atol=1e-5)
+        torch.testing.assert_close(block.views[i, 1 + FEW :], model().encode_images(pixels), rtol=0, atol=1e-5)
 
 
-def test_changed_pictures_are_looked_at_again(asked: list[Path], tmp_path: Path) -> None:
-    look = Generated(FEW, folder=str(make_generated(tmp_path / "made", asked, each=FEW)))
-    before = FeatureStore(model(), look, fail)(asked)
+def test_only_one_generated_image_can_be_made(asked: list[Path], tmp_path: Path) -> None:
+    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", asked, each=FEW)))
+    whole = make_views(spec, asked[0])
+    for i in range(FEW):
+        assert torch.equal(spec.make_views(model().preprocess, LazyImage(asked[0]), only=i), whole[i : i + 1])
+
+
+def test_changed_generated_images_are_encoded_again(asked: list[Path], tmp_path: Path) -> None:
+    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", asked, each=FEW)))
+
+    def features() -> Tensor:
+        return FeatureProvider(model(), [spec], Cache(), on_error=raise_error)(asked)
+
+    before = features()
     encoded = model().encoded
-    assert torch.equal(FeatureStore(model(), look, fail)(asked), before)
+    assert torch.equal(features(), before)
     assert model().encoded == encoded
     (tmp_path / "made" / "cat" / "0.png" / "03.png").write_bytes(asked[0].read_bytes())
-    after = FeatureStore(model(), look, fail)(asked)
+    after = features()
     assert model().encoded == encoded + FEW
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True, True, True]
 
 
-def test_keys_tell_looks_apart() -> None:
-    looks = [
+def test_keys_differ_for_different_views() -> None:
+    specs = [
         ViewSpec(FEW),
         Generated(FEW, folder="a"),
         Generated(FEW, folder="b"),
@@ -141,48 +179,62 @@ def test_keys_tell_looks_apart() -> None:
         Generated(FEW, folder="a", diffusion="x", guidance=2.0),
         Generated(FEW, folder="a", diffusion="x", denoising=2),
     ]
-    assert len({look.key for look in looks}) == len(looks)
-    made = [difftpt.looks(difftpt.Settings(diffusion="x", guidance=g))[-1].key for g in (2.0, 3.0)]
+    assert len({spec.key for spec in specs}) == len(specs)
+    made = [DIFFTPT.views(DiffTptConfig(diffusion="x", guidance=g))[-1].key for g in (2.0, 3.0)]
     assert made[0] != made[1]
 
 
-def test_too_few_pictures(asked: list[Path], tmp_path: Path) -> None:
+def test_missing_generated_images_are_reported(asked: list[Path], tmp_path: Path) -> None:
     folder = make_generated(tmp_path / "made", asked[1:], each=FEW)
     (folder / "dog" / "0.png" / "00.png").unlink()
-    (folder / "dog" / "1.png" / "00.png").write_text("no picture")
-    settings, told = difftpt.Settings(views=FEW + 1, generated=str(folder)), []
-    ((usable, _),) = Eyes(model(), told.append)(METHODS["difftpt"], settings, asked)
-    assert usable.tolist() == [1]
-    assert [str(error).split(":")[0] for error in told[:2]] == [str(asked[0]), str(asked[2])]
-    assert f"has 0 generated pictures of {FEW}" in str(told[0])
-    assert f"has {FEW - 1} generated pictures of {FEW}" in str(told[1])
-    assert "diffusion=lambdalabs" in str(told[0])
-    assert str(folder / "dog" / "1.png" / "00.png") in str(told[2])
+    (folder / "dog" / "1.png" / "00.png").write_text("no image")
+    errors: list[ImageError] = []
+    block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), asked, errors.append)
+    assert block.indices.tolist() == [1]
+    assert block.sources == asked[1:2]
+    assert [str(error).split(":")[0] for error in errors[:2]] == [str(asked[0]), str(asked[2])]
+    assert f"has 0 of {FEW} generated images" in str(errors[0])
+    assert f"has {FEW - 1} of {FEW} generated images" in str(errors[1])
+    assert "diffusion=lambdalabs" in str(errors[0])
+    assert str(folder / "dog" / "1.png" / "00.png") in str(errors[2])
 
 
-@pytest.mark.parametrize("name", ["difftpt", "coop+difftpt"])
-def test_without_generated_pictures(name: str, tmp_path: Path) -> None:
+def test_images_in_memory_have_no_generated_images(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="by the path of an image: give paths"):
+        make_views(Generated(FEW, folder=str(tmp_path)), Image.new("RGB", (40, 40)))
+
+
+@pytest.mark.parametrize("method", [DIFFTPT, COOP_DIFFTPT])
+def test_generated_images_must_be_configured(method: Any, asked: list[Path]) -> None:
+    source = Source.from_folder(asked[0].parents[1]) if method.needs_labels else None
     with pytest.raises(SelfTPTError, match="set generated to a folder of them, or diffusion="):
-        METHODS[name].fit(Job(model(), None, tmp_path, fail), METHODS[name].settings)
+        method.fit(FitContext(model(), source, on_error=raise_error))
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "wrong",
     [
-        ({"near": 0.0}, "near"),
-        ({"near": 1.1}, "near"),
-        ({"guidance": -1.0}, "guidance"),
-        ({"denoising": 0}, "denoising"),
-        ({"confident": 0.0}, "confident"),
-        ({"words": ""}, "words"),
+        {"near": 0.0},
+        {"near": 1.1},
+        {"guidance": -1.0},
+        {"guidance": "3"},
+        {"denoising": 0},
+        {"denoising": 2.5},
+        {"confident": 0.0},
+        {"generated": Path("folder")},
     ],
 )
-def test_senseless_settings(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(SelfTPTError, match=words):
-        difftpt.Settings(**change)
+def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match=f"DiffTptConfig.{next(iter(wrong))} must be"):
+        DiffTptConfig(**wrong)
 
 
-# Pictures that are made
+def test_prompt_without_words_is_refused() -> None:
+    with pytest.raises(SelfTPTError, match="words are what the prompt starts from"):
+        DiffTptConfig(words="")
+
+
+# Generation
 
 
 @pytest.fixture(scope="module")
@@ -233,64 +285,63 @@ def diffusion(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def made(look: ViewSpec, path: Path) -> dict[str, bytes]:
-    assert isinstance(look, Generated)
-    return {file.name: file.read_bytes() for file in sorted(look.place(path).iterdir())}
+def made(spec: ViewSpec, path: Path) -> dict[str, bytes]:
+    assert isinstance(spec, Generated)
+    return {file.name: file.read_bytes() for file in sorted(spec.place(path).iterdir())}
 
 
-def look_of(folder: Path, diffusion: str, **more: Any) -> Generated:
+def spec_of(folder: Path, diffusion: str, **more: Any) -> Generated:
     return Generated(FEW, folder=str(folder), diffusion=diffusion, denoising=2, **more)
 
 
-def test_pictures_are_made(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
-    """By picture and number, whatever was made before; all of a picture are different, and guidance matters."""
-    first, second = (look_of(tmp_path / name, diffusion) for name in ("first", "second"))
-    guided = look_of(tmp_path / "guided", diffusion, guidance=9.0)
+def test_generation_depends_on_image_and_number_alone(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
+    """Not on what was generated before; all images of a path are different, and the guidance matters."""
+    first, second = (spec_of(tmp_path / name, diffusion) for name in ("first", "second"))
+    guided = spec_of(tmp_path / "guided", diffusion, guidance=9.0)
     for path in asked:
-        assert isinstance(first.cut(model().preprocess, path), Tensor)
+        assert make_views(first, path).shape == (FEW, 3, *model().preprocess.size)
     for path in asked[::-1]:
-        second.cut(model().preprocess, path)
+        make_views(second, path)
     files = [made(first, path) for path in asked]
     assert [made(second, path) for path in asked] == files
     assert [*files[0]] == [f"{i:03d}.png" for i in range(FEW)]
     assert len({content for each in files for content in each.values()}) == 4 * FEW
-    guided.cut(model().preprocess, asked[0])
+    make_views(guided, asked[0])
     assert made(guided, asked[0]) != files[0]
     assert {open_image(file).size for file in first.place(asked[0]).iterdir()} == {(16, 16)}
 
 
-def test_a_picture_and_its_name_decide_what_is_made(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
-    """The picture guides, and the names of file and folder are the seed."""
+def test_generation_depends_on_the_image_and_its_name(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
+    """The image guides, and the names of file and folder are the seed."""
     paths = [asked[0], tmp_path / "other" / "cat" / "0.png", tmp_path / "other" / "cow" / "0.png"]
     contents = []
     for path, copied in zip(paths, (asked[0], asked[3], asked[0]), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(copied.read_bytes())
-        look = look_of(tmp_path / f"made{len(contents)}", diffusion)
-        look.cut(model().preprocess, path)
-        contents.append(made(look, path))
+        spec = spec_of(tmp_path / f"made{len(contents)}", diffusion)
+        make_views(spec, path)
+        contents.append(made(spec, path))
     assert contents[0] != contents[1]
     assert contents[0] != contents[2]
 
 
 @pytest.mark.parametrize("lost", [{0, 1, 2, 3, 4, 5}, {2}, {3, 4, 5}])
-def test_what_a_killed_run_has_not_made_is_made(
+def test_missing_images_are_generated_bitwise(
     asked: list[Path], diffusion: str, tmp_path: Path, lost: set[int]
 ) -> None:
-    look = look_of(tmp_path / "made", diffusion)
-    look.cut(model().preprocess, asked[0])
-    whole = made(look, asked[0])
+    spec = spec_of(tmp_path / "made", diffusion)
+    make_views(spec, asked[0])
+    whole = made(spec, asked[0])
     for i in lost:
-        (look.place(asked[0]) / f"{i:03d}.png").unlink()
-    look.cut(model().preprocess, asked[0])
-    assert made(look, asked[0]) == whole
+        (spec.place(asked[0]) / f"{i:03d}.png").unlink()
+    make_views(spec, asked[0])
+    assert made(spec, asked[0]) == whole
 
 
-def test_a_run_killed_while_it_writes(
+def test_interrupted_generation_leaves_whole_images(
     asked: list[Path], diffusion: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leaves whole pictures only."""
-    look, write, left = look_of(tmp_path / "made", diffusion), difftpt.write_whole, iter(range(3))
+    spec, write, left = spec_of(tmp_path / "made", diffusion), difftpt.write_whole, iter(range(3))
 
     def stop(path: Path, content: bytes) -> None:
         if next(left, None) is None:
@@ -299,60 +350,48 @@ def test_a_run_killed_while_it_writes(
 
     monkeypatch.setattr(difftpt, "write_whole", stop)
     with pytest.raises(KeyboardInterrupt):
-        look.cut(model().preprocess, asked[0])
-    assert len(made(look, asked[0])) == 3
+        make_views(spec, asked[0])
+    assert len(made(spec, asked[0])) == 3
     monkeypatch.setattr(difftpt, "write_whole", write)
-    look.cut(model().preprocess, asked[0])
-    undisturbed = look_of(tmp_path / "undisturbed", diffusion)
-    undisturbed.cut(model().preprocess, asked[0])
-    assert made(look, asked[0]) == made(undisturbed, asked[0])
+    make_views(spec, asked[0])
+    undisturbed = spec_of(tmp_path / "undisturbed", diffusion)
+    make_views(undisturbed, asked[0])
+    assert made(spec, asked[0]) == made(undisturbed, asked[0])
 
 
-def test_made_once_and_answered(asked: list[Path], diffusion: str, own_cache: Path) -> None:
-    """From the setting to probabilities; without a folder, in the cache; the second time nothing is made or encoded."""
-    settings = difftpt.Settings(views=FEW + 1, diffusion=diffusion, denoising=2)
-    predictor = difftpt.fit(Job(model(), None, own_cache, fail), settings)(NAMES, "unused {}")
+def test_second_run_generates_and_encodes_nothing(asked: list[Path], diffusion: str, own_cache: Path) -> None:
+    """From the configuration to probabilities; without a folder, generated images are in the cache."""
+    config = DiffTptConfig(views=FEW + 1, diffusion=diffusion, denoising=2)
+    predictor = DIFFTPT.fit(FitContext(model(), on_error=raise_error), config).for_classes(NAMES)
     answers = []
     for _ in range(2):
         encoded = model().encoded
-        ((_, shown),) = Eyes(model(), fail)(METHODS["difftpt"], settings, asked)
-        answers.append(predictor(shown))
+        answers.append(predictor(block_of(config, asked).views))
     assert model().encoded == encoded
     assert torch.equal(*answers)
-    assert len(list((own_cache / "generated").rglob("*.png"))) == 4 * FEW + 4  # and a folder for each of four pictures
+    assert len(list((own_cache / "generated").rglob("*.png"))) == 4 * FEW + 4  # and one folder for each of four images
 
 
-def test_no_model_there(asked: list[Path], tmp_path: Path) -> None:
+def test_missing_diffusion_model_is_refused(asked: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    look = look_of(tmp_path / "made", str(tmp_path / "empty"))
-    with pytest.raises(SelfTPTError, match=f"cannot load the diffusion model {tmp_path / 'empty'}"):
-        look.cut(model().preprocess, asked[0])
+    spec = spec_of(tmp_path / "made", str(tmp_path / "empty"))
+    with pytest.raises(SelfTPTError, match=f"cannot load the diffusion model {tmp_path / 'empty'}") as refusal:
+        make_views(spec, asked[0])
+    assert not isinstance(refusal.value, ImageError), "it concerns all images"
 
 
-def test_without_diffusers(asked: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_named(asked: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(SelfTPTError, match=r"pip install 'selftpt\[diffusion\]'"):
-        look_of(tmp_path / "made", "not loaded yet").cut(model().preprocess, asked[0])
+        make_views(spec_of(tmp_path / "made", "not loaded yet"), asked[0])
 
 
-def test_diffusers_is_not_loaded_before_it_is_needed(
+def test_diffusers_is_not_imported_before_it_is_needed(
     asked: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither with the methods nor for pictures of a folder."""
+    """Neither with the methods nor for images of a folder."""
     program = "import sys, selftpt.methods; sys.exit('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     monkeypatch.setitem(sys.modules, "diffusers", None)
     folder = make_generated(tmp_path / "made", asked, each=FEW)
-    assert isinstance(Generated(FEW, folder=str(folder)).cut(model().preprocess, asked[0]), Tensor)
-
-
-def test_loading_the_diffusion_model_changes_no_global_state(diffusion: str) -> None:
-    difftpt._pipeline.cache_clear()
-    importlib.import_module("diffusers").StableDiffusionImageVariationPipeline  # noqa: B018, imports on first use
-    torch.manual_seed(3)
-    state, handlers, disabled = torch.get_rng_state(), logging.root.handlers[:], logging.root.manager.disable
-    filters, verbosity = warnings.filters[:], logging.getLogger("diffusers").level
-    difftpt._pipeline(diffusion)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert (logging.root.handlers, logging.root.manager.disable) == (handlers, disabled)
-    assert (warnings.filters, logging.getLogger("diffusers").level) == (filters, verbosity)
+    assert len(make_views(Generated(FEW, folder=str(folder)), asked[0])) == FEW

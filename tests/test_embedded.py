@@ -156,12 +156,17 @@ def test_things_say_shortly_what_they_are(model: Model) -> None:
     assert repr(selftpt.zero_shot(model, ["cat", "dog"])) == "Classifier(2 classes, selftpt-tiny)"
 
 
-@pytest.mark.parametrize("wrong", [np.zeros((32, 32, 3), np.uint8), None, 3])
-def test_what_is_no_picture_is_told_of(model: Model, wrong: object) -> None:
+@pytest.mark.parametrize("wrong", [b"bytes", None, 3])
+def test_what_is_not_an_image_is_reported(model: Model, wrong: object) -> None:
     told: list[Exception] = []
     classifier = selftpt.zero_shot(model, ["cat", "dog"])
     assert list(classifier.predict(wrong, on_error=told.append)) == []  # type: ignore[arg-type]
-    assert f"not a {type(wrong).__name__}" in str(told[0])
+    assert str(told[0]).endswith(f"not {type(wrong).__name__}")
+
+
+def test_arrays_are_images(model: Model) -> None:
+    (answer,) = selftpt.zero_shot(model, ["cat", "dog"]).predict(np.zeros((32, 32, 3), np.uint8))
+    assert answer.path is None
 
 
 def test_without_a_command_there_is_the_help_alone(run: Run) -> None:

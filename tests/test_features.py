@@ -1,35 +1,42 @@
-"""Image features are computed once, and kept."""
+"""The path from images to features, and the cache of features."""
 
 from __future__ import annotations
 
 import os
 import random
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import selftpt
+import selftpt.data.cache
 import selftpt.data.features
+import selftpt.data.views
+from selftpt.data.cache import Cache, cache_entries, code_digest
 from selftpt.data.decoding import ImageError, open_image
-from selftpt.data.features import FeatureStore, ViewSpec, shelves
-from selftpt.errors import SelfTPTError
-from selftpt.files import write_tensors
+from selftpt.data.features import FeatureProvider
+from selftpt.data.views import ViewSpec
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.files import read_header, write_tensors
 from tests import pictures
+from tests.folders import make_photos
 from tests.small import model
 
-LOOK = ViewSpec(3)
+CROPS = ViewSpec(3)
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for every test, with two pictures in a group and every group in a pack of its own."""
+    """A cache of its own for every test, where every block of images is a shard of its own."""
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(selftpt.data.features, "GROUP", 2)
-    monkeypatch.setattr(selftpt.data.features, "PACK_SECONDS", -1)
+    monkeypatch.setattr(selftpt.data.features, "SHARD_SECONDS", -1)
     return tmp_path / "cache"
 
 
@@ -42,13 +49,13 @@ def paths(tmp_path: Path) -> list[Path]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The pictures that were opened."""
     seen: list[Path] = []
-    real: Callable[..., Any] = selftpt.data.features.open_image
+    real: Callable[..., Any] = selftpt.data.views.open_image
 
     def open_and_tell(source: Path, *limits: Any) -> Any:
         seen.append(source)
         return real(source, *limits)
 
-    monkeypatch.setattr(selftpt.data.features, "open_image", open_and_tell)
+    monkeypatch.setattr(selftpt.data.views, "open_image", open_and_tell)
     return seen
 
 
@@ -56,110 +63,180 @@ def failing(error: ImageError) -> None:
     raise AssertionError(error)
 
 
-def features(paths: list[Path], look: ViewSpec = LOOK, **more: Any) -> Tensor:
-    return FeatureStore(**{"model": model(), "look": look, "on_error": failing} | more)(paths)
+def provider(spec: ViewSpec = CROPS, **more: Any) -> FeatureProvider:
+    """In batches of two images at most, so that there are several shards."""
+    settings: dict[str, Any] = {"model": model(), "on_error": failing, "fixed_batch": True, "batch": 2}
+    return FeatureProvider(specs=[spec], **settings | {"cache": Cache()} | more)
 
 
-def packs(cache: Path) -> list[Path]:
+def features(paths: list[Path], spec: ViewSpec = CROPS, **more: Any) -> Tensor:
+    return provider(spec, **more)(paths)
+
+
+def shards(cache: Path) -> list[Path]:
     """In the order they were written."""
-    found = [path for path in cache.rglob("*") if path.is_file()]
+    found = [path for path in cache.rglob("*.safetensors") if path.is_file()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
-@pytest.mark.parametrize("look", [LOOK, ViewSpec(), ViewSpec(2, seed=7)], ids=str)
-def test_features_of_every_look(paths: list[Path], look: ViewSpec) -> None:
-    """Each view looked at alone. Crops depend on the seed, or on the picture's name and its folder's."""
-    found, eyes = features(paths, look), model()
-    assert found.shape == (5, look.views, eyes.dimension)
-    torch.testing.assert_close(found.norm(dim=-1), torch.ones(5, look.views))
-    for i, path in enumerate(paths):
-        picture = open_image(path)
-        rng = random.Random(f"pictures/{path.name}" if look.seed is None else look.seed)
-        views = [] if look.crops else [eyes.preprocess(picture)[None]]
-        views += [eyes.preprocess.views(picture, 1, rng, whole=False) for _ in range(look.crops)]
-        torch.testing.assert_close(found[i], torch.cat([eyes.encode_images(v) for v in views]), rtol=0, atol=1e-5)
-    assert look.views == 1 or (found[0, 0] - found[0, 1]).abs().max() > 1e-3, "all views look the same to this model"
+def encode_each(paths: list[Path], spec: ViewSpec) -> Tensor:
+    """Features [N, views, D], each view encoded alone."""
+    own, rows = model(), []
+    for path in paths:
+        image = open_image(path)
+        rng = random.Random(os.fsencode(f"pictures/{path.name}") if spec.seed is None else spec.seed)
+        views = [] if spec.crops else [own.preprocess(image)[None]]
+        views += [own.preprocess.views(image, 1, rng, whole=False) for _ in range(spec.crops)]
+        rows.append(torch.cat([own.encode_images(view) for view in views]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("fixed_batch", [True, False])
+@pytest.mark.parametrize("spec", [CROPS, ViewSpec(), ViewSpec(2, seed=7)], ids=str)
+def test_features_equal_those_of_each_view_alone(paths: list[Path], spec: ViewSpec, fixed_batch: bool) -> None:
+    """Crops depend on the seed, or on the image's name and its folder's."""
+    found = features(paths, spec, fixed_batch=fixed_batch)
+    assert found.shape == (5, spec.views, model().dimension)
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(5, spec.views))
+    torch.testing.assert_close(found, encode_each(paths, spec), rtol=0, atol=1e-5)
+    assert spec.views == 1 or (found[0, 0] - found[0, 1]).abs().max() > 1e-3, "all views are the same to this model"
+
+
+def test_several_specifications_are_concatenated_and_cached_apart(paths: list[Path], opened: list[Path]) -> None:
+    """An image is decoded once for all of them, and only for those that are not cached."""
+    crops = features(paths, ViewSpec(2, seed=7))
+    opened.clear()
+    both = FeatureProvider(model(), [ViewSpec(), ViewSpec(2, seed=7)], Cache(), batch=2, fixed_batch=True)(paths)
+    assert sorted(opened) == paths
+    assert torch.equal(both[:, 1:], crops)
+    assert torch.equal(both[:, :1], features(paths, ViewSpec()))
+    assert sorted(opened) == paths
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
-def test_any_batch(paths: list[Path], cache: Path, batch: int) -> None:
+def test_any_batch_size(paths: list[Path], cache: Path, batch: int) -> None:
     first = features(paths, batch=batch)
     shutil.rmtree(cache)
     torch.testing.assert_close(features(paths), first, rtol=0, atol=1e-5)
 
 
-def test_a_picture_passes_the_tower_once(paths: list[Path], opened: list[Path]) -> None:
-    """In whatever list it comes: another order, another few, with new ones."""
-    eyes = model()
-    before = eyes.encoded
-    store = FeatureStore(eyes, LOOK, failing)
+def test_images_in_memory_equal_files(paths: list[Path], cache: Path) -> None:
+    wanted = features(paths, ViewSpec(2, seed=7), cache=Cache("off"))
+    images = [open_image(path) for path in paths]
+    for given in (images, [np.asarray(image) for image in images]):
+        assert torch.equal(features(given, ViewSpec(2, seed=7)), wanted)
+    assert shards(cache) == []
+
+
+def test_own_seed_of_an_image_in_memory_depends_on_its_pixels(paths: list[Path]) -> None:
+    images = [open_image(path) for path in paths]
+    assert torch.equal(features(images)[2:], features(images[2:]))
+    assert not torch.equal(features(images)[0], features(images)[1])
+
+
+def test_blocks_are_lazy_and_ordered(paths: list[Path]) -> None:
+    taken: list[Path] = []
+
+    def listing() -> Iterator[Path]:
+        for path in paths * 20:
+            taken.append(path)
+            yield path
+
+    blocks = provider(ViewSpec(), cache=Cache("off")).blocks(listing())
+    first = next(blocks)
+    assert first.indices.tolist() == [0, 1]
+    assert first.sources == paths[:2]
+    assert len(taken) < 20
+    assert [i for block in blocks for i in block.indices.tolist()] == list(range(2, 100))
+
+
+def test_an_image_is_encoded_once(paths: list[Path], opened: list[Path]) -> None:
+    """In whatever list it comes: in another order, with others, with new ones."""
+    own = model()
+    before = own.encoded
+    store = provider()
     first = store(paths[:3])
     assert sorted(opened) == paths[:3]
-    assert eyes.encoded - before == 3 * 3
+    assert own.encoded - before == 3 * 3
     again = store([paths[4], paths[2], paths[0]])
     assert torch.equal(again[1:], first[[2, 0]])
-    assert eyes.encoded - before == 4 * 3
-    later = FeatureStore(model(), LOOK, failing)
-    assert torch.equal(later(paths)[[4, 2, 0]], again)
-    assert eyes.encoded - before == 5 * 3
+    assert own.encoded - before == 4 * 3
+    assert torch.equal(features(paths)[[4, 2, 0]], again)
+    assert own.encoded - before == 5 * 3
     assert sorted(opened) == sorted(paths)
 
 
-def test_where_they_are_kept(paths: list[Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_features_are_cached(
+    paths: list[Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     features(paths)
-    assert len(packs(cache)) == 3
-    assert all(path.is_relative_to(cache / "features") for path in packs(cache))
+    assert len(shards(cache)) == 3
+    assert all(path.is_relative_to(cache / "features") for path in shards(cache))
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(selftpt.data.features, "PACK_SECONDS", 60)
+    monkeypatch.setattr(selftpt.data.features, "SHARD_SECONDS", 60)
     features(paths)
-    assert len(packs(tmp_path / "other")) == 1
+    assert len(shards(tmp_path / "other")) == 1
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_what_is_lost_is_computed_again_to_the_bit(
+def test_lost_shards_are_computed_again_bitwise(
     paths: list[Path], cache: Path, opened: list[Path], lost: tuple[int, ...]
 ) -> None:
-    first, kept = features(paths), packs(cache)
-    before = {path: path.read_bytes() for path in kept}
+    first, kept = features(paths), shards(cache)
     for i in lost:
         kept[i].unlink()
     opened.clear()
     assert torch.equal(features(paths), first)
     assert sorted(opened) == [path for i in lost for path in paths[2 * i : 2 * i + 2]]
-    assert {path: path.read_bytes() for path in packs(cache)} == before
 
 
-def test_a_killed_run_goes_on(paths: list[Path], cache: Path, opened: list[Path], tmp_path: Path) -> None:
-    """Killed in the second of three packs: what the first has is not done again, and the end is the same."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SELFTPT_CACHE", str(tmp_path / "other"))
-        wanted = features(paths)
+def test_interrupted_run_resumes(paths: list[Path], cache: Path, opened: list[Path], tmp_path: Path) -> None:
+    """Interrupted in the second of three shards: the first is not computed again, and the result is the same."""
+    wanted = features(paths, cache=Cache(folder=tmp_path / "other"))
 
     def killed(file: Path, *rest: Any) -> None:
-        if packs(cache):
+        if shards(cache):
             raise KeyboardInterrupt
         write_tensors(file, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftpt.data.features, "write_tensors", killed)
+        patch.setattr(selftpt.data.cache, "write_tensors", killed)
         with pytest.raises(KeyboardInterrupt):
             features(paths)
-    assert len(packs(cache)) == 1
+    assert len(shards(cache)) == 1
     opened.clear()
     assert torch.equal(features(paths), wanted)
     assert sorted(opened) == paths[2:]
 
 
+HEADER = {"model": "vit", "views": "the image"}
+
+
+def rewritten(file: Path, tensors: dict[str, Tensor], kind: str = "features") -> None:
+    header = read_header(file, "features")
+    write_tensors(file, kind, tensors, HEADER | {"images": header["images"]})
+
+
 def other_tensor(file: Path) -> None:
-    write_tensors(file, "features", {"other": torch.zeros(1)}, {"pictures": []})
+    rewritten(file, {"other": torch.zeros(2, 3, 24)})
 
 
 def other_count(file: Path) -> None:
-    write_tensors(file, "features", {"features": torch.zeros(1, 3, 16)}, {"pictures": []})
+    rewritten(file, {"features": torch.zeros(1, 3, 24)})
+
+
+def other_shape(file: Path) -> None:
+    rewritten(file, {"features": torch.zeros(2, 3, 5)})
 
 
 def other_kind(file: Path) -> None:
-    write_tensors(file, "prompt", {"features": torch.zeros(1)}, {"pictures": []})
+    rewritten(file, {"features": torch.zeros(2, 3, 24)}, "prompt")
+
+
+def flipped_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(
@@ -168,27 +245,31 @@ def other_kind(file: Path) -> None:
         lambda file: file.write_bytes(file.read_bytes()[:-4]),
         lambda file: file.write_bytes(b""),
         lambda file: file.write_text("text"),
+        flipped_bit,
         other_tensor,
         other_count,
+        other_shape,
         other_kind,
     ],
-    ids=["cut", "empty", "text", "tensor", "count", "kind"],
+    ids=["cut", "empty", "text", "bit", "tensor", "count", "shape", "kind"],
 )
-def test_a_damaged_pack_is_computed_again(
+def test_a_damaged_shard_is_set_aside_and_computed_again(
     paths: list[Path], cache: Path, opened: list[Path], harm: Callable[[Path], None]
 ) -> None:
     first = features(paths)
-    harm(packs(cache)[1])
+    damaged = shards(cache)[1]
+    harm(damaged)
     opened.clear()
-    assert torch.equal(features(paths), first)
+    with pytest.warns(SelfTPTWarning, match=damaged.name):
+        assert torch.equal(features(paths), first)
     assert sorted(opened) == paths[2:4]
     opened.clear()
     assert torch.equal(features(paths), first)
     assert opened == []
 
 
-def test_a_changed_picture_is_looked_at_again(paths: list[Path], opened: list[Path]) -> None:
-    """Told by its size, and by its time where the size is the same."""
+def test_a_changed_image_is_encoded_again(paths: list[Path], opened: list[Path]) -> None:
+    """By its size, and by its modification time where the size is the same."""
     first = features(paths)
     pictures.noise(99).save(paths[3])
     second = features(paths)
@@ -209,22 +290,40 @@ def test_a_changed_picture_is_looked_at_again(paths: list[Path], opened: list[Pa
 
 @pytest.mark.parametrize(
     "change",
-    [ViewSpec(3, 6), ViewSpec(2), ViewSpec(), ViewSpec(3, max_megapixels=70), "one-layer"],
+    [ViewSpec(3, 6), ViewSpec(2), ViewSpec(), ViewSpec(3, max_megapixels=70), "one-layer", False],
     ids=str,
 )
-def test_other_looks_and_models_are_kept_apart(
-    paths: list[Path], cache: Path, opened: list[Path], change: ViewSpec | str
+def test_other_views_models_and_batches_are_cached_apart(
+    paths: list[Path], cache: Path, opened: list[Path], change: ViewSpec | str | bool
 ) -> None:
     first = features(paths)
     opened.clear()
-    features(paths, change) if isinstance(change, ViewSpec) else features(paths, model=model(change))
+    if isinstance(change, ViewSpec):
+        features(paths, change)
+    else:
+        features(paths, **({"model": model(change)} if isinstance(change, str) else {"fixed_batch": False}))
     assert sorted(opened) == paths
-    assert len(packs(cache)) == 6
+    assert len(shards(cache)) > 3
     assert torch.equal(features(paths), first)
 
 
-def test_pictures_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp_path: Path) -> None:
-    """Their rows are NaN, and they are told every time, in order; the rest is as it would be."""
+def test_other_code_is_cached_apart(paths: list[Path], opened: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A development version does not use the features of another one that has the same number."""
+    features(paths)
+    opened.clear()
+    monkeypatch.setattr(selftpt.data.cache, "code_digest", lambda *packages: f"other {packages}")
+    features(paths)
+    assert sorted(opened) == paths
+
+
+def test_code_digest_depends_on_the_source_of_the_packages() -> None:
+    digests = {code_digest(), code_digest("data"), code_digest("models"), code_digest("data", "models")}
+    assert len(digests) == 4
+    assert code_digest("data") == code_digest.__wrapped__("data")
+
+
+def test_images_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp_path: Path) -> None:
+    """Their rows are NaN, and they are reported every time, in order; the rest is as it would be."""
     whole = features(paths)
     paths[1].write_text("no picture")
     paths[4].unlink()
@@ -246,7 +345,7 @@ def test_pictures_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp
         assert line.startswith(f"{path}: ")
 
 
-def test_a_name_that_is_no_text(tmp_path: Path, opened: list[Path]) -> None:
+def test_a_file_name_that_is_not_text(tmp_path: Path, opened: list[Path]) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     pictures.noise(1).save(odd)
     first = features([odd])
@@ -254,7 +353,7 @@ def test_a_name_that_is_no_text(tmp_path: Path, opened: list[Path]) -> None:
     assert opened == [odd]
 
 
-def test_large_pictures_by_the_limit(paths: list[Path]) -> None:
+def test_size_limit_of_images(paths: list[Path]) -> None:
     told: list[ImageError] = []
     found = features(paths, ViewSpec(3, max_megapixels=2.5e-3), on_error=told.append)
     large = [width * height > 2500 for width, height in (open_image(path).size for path in paths)]
@@ -263,7 +362,7 @@ def test_large_pictures_by_the_limit(paths: list[Path]) -> None:
     assert all("over the limit of 0.0025" in str(error) for error in told)
 
 
-def test_a_picture_that_comes_back(paths: list[Path]) -> None:
+def test_an_image_that_comes_back(paths: list[Path]) -> None:
     hidden = paths[2].rename(paths[2].with_suffix(".away"))
     told: list[ImageError] = []
     assert features(paths, on_error=told.append)[2].isnan().all()
@@ -281,20 +380,91 @@ def test_nothing_to_use(tmp_path: Path) -> None:
     assert features([]).shape == (0, 3, model().dimension)
 
 
-def test_a_cache_that_cannot_be_written(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SELFTPT_CACHE", str(paths[0] / "cache"))
-    with pytest.raises(SelfTPTError, match="cannot write"):
-        features(paths)
+def test_an_unwritable_cache_is_a_warning(paths: list[Path], tmp_path: Path) -> None:
+    wanted = features(paths, cache=Cache("off"))
+    with pytest.warns(SelfTPTWarning, match="not cached: cannot write"):
+        found = features(paths, cache=Cache(folder=paths[0] / "cache"))
+    assert torch.equal(found, wanted)
 
 
-def test_shelves(paths: list[Path], cache: Path) -> None:
-    assert list(shelves()) == []
+def test_learn_with_an_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = make_photos(tmp_path / "photos")
+    monkeypatch.setenv("SELFTPT_CACHE", str(photos / "kite" / "0.png" / "cache"))
+    config = selftpt.LearnConfig(epochs=1)
+    with pytest.warns(SelfTPTWarning, match="not cached"):
+        found = selftpt.learn(model(), photos, config)
+    assert torch.equal(found.context, selftpt.learn(model(), photos, config, cache=Cache("off")).context)
+
+
+def test_cache_that_is_off_is_neither_read_nor_written(paths: list[Path], cache: Path, opened: list[Path]) -> None:
+    features(paths, cache=Cache("off"))
+    assert not cache.exists()
+    features(paths)
+    opened.clear()
+    features(paths, cache=Cache("off"))
+    assert sorted(opened) == paths
+
+
+def test_read_only_cache_is_read_and_not_changed(paths: list[Path], cache: Path, opened: list[Path]) -> None:
+    first = features(paths[:4])
+    flipped_bit(shards(cache)[1])
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cache.rglob("*") if path.is_file()}
+    opened.clear()
+    with pytest.warns(SelfTPTWarning, match="not used"):
+        found = features(paths, cache=Cache("read-only"))
+    assert torch.equal(found[:4], first)
+    assert sorted(opened) == paths[2:]
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in cache.rglob("*") if path.is_file()} == before
+
+
+def test_least_recently_used_shards_are_evicted(paths: list[Path], cache: Path, opened: list[Path]) -> None:
+    features(paths)
+    oldest, middle, newest = shards(cache)
+    for age, shard in ((300, oldest), (200, middle), (100, newest)):
+        os.utime(shard, (time.time() - age, time.time() - age))
+    features(paths[:2])  # makes the oldest the most recently used
+    size = sum(path.stat().st_size for path in shards(cache))
+    opened.clear()
+    limit = (size - newest.stat().st_size + 200) / 1e9  # two of the shards, and no more
+    Cache(max_gigabytes=limit).evict()
+    assert {oldest, newest} == {*shards(cache)}
+    features(paths, cache=Cache(max_gigabytes=limit))
+    assert sorted(opened) == paths[2:4]
+    assert sum(path.stat().st_size for path in shards(cache)) <= limit * 1e9
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "maybe"}, {"max_gigabytes": 0}, {"max_gigabytes": -1.0}])
+def test_wrong_cache_policy_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match="cache"):
+        Cache(**wrong)
+
+
+def test_entries_of_the_cache(paths: list[Path], cache: Path) -> None:
+    assert list(cache_entries(Cache())) == []
     features(paths)
     features(paths[:2], ViewSpec())
-    packs(cache)[0].write_text("damaged")
-    found = {shelf.look: shelf for shelf in shelves()}
-    assert {look: shelf.pictures for look, shelf in found.items()} == {"3 random crops": 3, "the picture": 2}
-    assert {shelf.model for shelf in found.values()} == {f"{model().id} fp32"}
-    assert sum(shelf.bytes for shelf in found.values()) == sum(path.stat().st_size for path in packs(cache))
-    found["3 random crops"].remove()
-    assert [shelf.look for shelf in shelves()] == ["the picture"]
+    damaged, *_ = shards(cache)
+    damaged.write_text("damaged")
+    (cache / "classifiers").mkdir()
+    (cache / "classifiers" / "one.safetensors").write_bytes(b"12345")
+    found = {entry.content: entry for entry in cache_entries(Cache())}
+    name = f"{model().id} fp32"
+    assert {content: entry.items for content, entry in found.items()} == {
+        f"{name}: 3 random crops": 3,
+        f"{name}: the image": 2,
+        "adapted classifiers": 1,
+    }
+    assert sum(entry.bytes for entry in found.values()) == sum(path.stat().st_size for path in shards(cache))
+    found[f"{name}: 3 random crops"].remove()
+    found["adapted classifiers"].remove()
+    assert [entry.content for entry in cache_entries(Cache())] == [f"{name}: the image"]
+
+
+def test_eviction_leaves_a_running_training_run_alone(tmp_path: Path) -> None:
+    learned = tmp_path / "learned"
+    learned.mkdir()
+    names = ["a.safetensors.checkpoint", "a.lock", "a.safetensors.log.jsonl", "b.safetensors", "c.safetensors.damaged"]
+    for name in names:
+        (learned / name).write_bytes(bytes(1000))
+    Cache(max_gigabytes=1e-9, folder=tmp_path).evict()
+    assert sorted(path.name for path in learned.iterdir()) == sorted(names[:3])

@@ -12,10 +12,9 @@ from torch import Tensor
 from selftpt.classifier import Classifier
 from selftpt.config import TrainConfig
 from selftpt.errors import SelfTPTError
-from selftpt.methods import METHODS, Job
-from selftpt.methods.four_prompts import FOUR_PROMPTS, Settings
-from selftpt.prompt import Prompt
-from tests.family import OTHERS, changed, check_method, make_job, seen, taught, words
+from selftpt.methods import METHODS
+from selftpt.methods.four_prompts import FOUR_PROMPTS, FourPromptsConfig
+from tests.family import OTHERS, changed, check_method, learned, make_context, train_data, words
 from tests.oracle import four_prompts
 from tests.oracle.descent import descend
 from tests.oracle.four_prompts import PLACES
@@ -25,51 +24,51 @@ TEMPLATE = "a centered photo of {}, in the rain."
 
 
 def test_the_paper_s_set_up() -> None:
-    assert Settings() == Settings(TrainConfig(), "a photo of a {}.")
-    assert FOUR_PROMPTS.papers_epochs(FOUR_PROMPTS.settings)
+    assert FourPromptsConfig() == FourPromptsConfig(TrainConfig(), "a photo of a {}.")
+    assert FOUR_PROMPTS.uses_protocol_epochs(FOUR_PROMPTS.config)
 
 
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip"])
 def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> None:
     """All places; then the class vectors of other names."""
-    settings = changed(Settings(template=TEMPLATE), epochs=2, batch=4, lr=0.02, warmup_lr=0.01)
-    job, exact = make_job(tmp_path, kind), small(kind, torch.float64)
-    names = [name.replace("_", " ") for name in job.teacher.names]
+    settings = changed(FourPromptsConfig(template=TEMPLATE), epochs=2, batch=4, lr=0.02, warmup_lr=0.01)
+    context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
+    names = [name.replace("_", " ") for name in context.source.names]
 
     def gradients(parameters: Any, images: Tensor, labels: Tensor) -> list[Tensor]:
         contexts = {place: p.detach().clone().requires_grad_() for place, p in zip(PLACES, parameters, strict=True)}
-        found = four_prompts.losses(exact, names, contexts, images, labels, 1 / job.model.scale)
+        found = four_prompts.losses(exact, names, contexts, images, labels, 1 / context.model.scale)
         return [torch.autograd.grad(found[place], contexts[place])[0] for place in PLACES]
 
     start = words(exact, "a photo of a")
-    wanted = descend([start] * 3, gradients, *seen(job, settings.learn), epochs=2, batch=4, lr=0.02, warmup=0.01)
-    found = taught(FOUR_PROMPTS, settings, job)
+    wanted = descend(
+        [start] * 3, gradients, *train_data(context, settings.learn), epochs=2, batch=4, lr=0.02, warmup=0.01
+    )
+    found = learned(FOUR_PROMPTS, settings, context)
     assert set(found) == set(PLACES)
-    for place, context in zip(PLACES, wanted, strict=True):
-        assert (found[place] - context).norm() < 2e-4 * context.norm(), place
-        assert (context - start).norm() > 1e-2
-    classifier = FOUR_PROMPTS.fit(job, settings)(OTHERS, "{} texture.")
+    for place, vectors in zip(PLACES, wanted, strict=True):
+        assert (found[place] - vectors).norm() < 2e-4 * vectors.norm(), place
+        assert (vectors - start).norm() > 1e-2
+    classifier = FOUR_PROMPTS.fit(context, settings).for_classes(OTHERS, "{} texture.").classifier
     assert isinstance(classifier, Classifier)
-    contexts = {place: context.double() for place, context in found.items()}
+    contexts = {place: vectors.double() for place, vectors in found.items()}
     assert relative(classifier.weights, four_prompts.vectors(exact, OTHERS, contexts, TEMPLATE)) < 1e-4
 
 
 def test_the_end_is_coop_s(tmp_path: Path) -> None:
     """Bit by bit, also where vectors are drawn; other places draw others."""
-    settings = changed(Settings(), epochs=2, length=6)
-    found = taught(FOUR_PROMPTS, settings, make_job(tmp_path))
+    settings = changed(FourPromptsConfig(), epochs=2, length=6)
+    found = learned(FOUR_PROMPTS, settings, make_context(tmp_path))
     coop = METHODS["coop"]
-    job = Job(make_job(tmp_path).model, make_job(tmp_path).source, tmp_path / "coop", print)
-    coop.fit(job, changed(coop.settings, epochs=2, length=6))
-    (file,) = (tmp_path / "coop").glob("*.safetensors")
-    assert torch.equal(Prompt.load(file).context, found["end"])
+    by_coop = coop.fit(make_context(tmp_path), changed(coop.config, epochs=2, length=6))
+    assert torch.equal(by_coop.tensors["context"], found["end"])
     assert not torch.allclose(found["end"][:2], found["front"][:2], atol=1e-3)
 
 
 def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_method(FOUR_PROMPTS, changed(Settings(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
+    check_method(FOUR_PROMPTS, changed(FourPromptsConfig(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
 
 
 def test_a_wrong_template_is_refused() -> None:
     with pytest.raises(SelfTPTError, match="template"):
-        Settings(template="no place for a name")
+        FourPromptsConfig(template="no place for a name")

@@ -12,7 +12,7 @@ import struct
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as tv
 
 from selftpt.data.decoding import ImageError, open_image, warn_of
-from selftpt.data.sources import Source, find_images, images_in, read_folder
+from selftpt.data.sources import Source, find_images, images_in
 from selftpt.data.threads import in_threads
 from selftpt.data.transforms import Preprocess, random_box
 from selftpt.errors import SelfTPTError, SelfTPTWarning
@@ -615,7 +615,7 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("none.jpg", "does not exist"),
         ("none/", "does not exist"),
-        ("empty", "has no picture"),
+        ("empty", "has no image"),
         ("*.gif", "no file matches"),
         ("em*", "no file matches"),
         ("x" * 300, "x" * 300),
@@ -655,21 +655,21 @@ def test_listing_is_read_as_it_comes() -> None:
 # Labelled pictures
 
 
-def test_read_folder(tmp_path: Path) -> None:
+def test_source_from_folder(tmp_path: Path) -> None:
     """Classes and their pictures in order of name."""
     paths = touch(tmp_path, "cat/1.jpg", "cat/2.jpg", "dog two/0.png", "Éléphant/x/y.jpg")
     touch(tmp_path, ".git/a.jpg", "stray.jpg", "cat/notes.txt")
-    source = read_folder(tmp_path)
+    source = Source.from_folder(tmp_path)
     assert source.names == ("cat", "dog two", "Éléphant")
     assert source.paths == tuple(paths)
     assert source.labels == (0, 0, 1, 2)
-    assert read_folder(str(tmp_path)) == source
+    assert Source.from_folder(str(tmp_path)) == source
 
 
 def test_folders_that_teach_nothing(tmp_path: Path) -> None:
     def fails(folder: Path, words: str) -> None:
         with pytest.raises(SelfTPTError, match=words) as caught:
-            read_folder(folder)
+            Source.from_folder(folder)
         assert str(folder) in str(caught.value)
 
     empty = tmp_path / "empty"
@@ -677,9 +677,9 @@ def test_folders_that_teach_nothing(tmp_path: Path) -> None:
     touch(tmp_path, "one/cat/1.jpg", "one/stray.jpg", "hole/cat/1.jpg", "hole/dog/notes.txt")
     fails(tmp_path / "none", "does not exist")
     fails(tmp_path / "one" / "stray.jpg", "is not a folder")
-    fails(empty, "two at least; it has 0")
-    fails(tmp_path / "one", "two at least; it has 1")
-    fails(tmp_path / "hole", r"hole/dog has no picture")
+    fails(empty, "at least two; it has 0")
+    fails(tmp_path / "one", "at least two; it has 1")
+    fails(tmp_path / "hole", r"hole/dog has no image")
     fails(tmp_path / ("x" * 300), "cannot read the folder|does not exist")
 
 
@@ -693,7 +693,7 @@ def test_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         images_in(tmp_path / "cat")
     monkeypatch.setattr(Path, "iterdir", locked)
     with pytest.raises(SelfTPTError, match=r"cannot read the folder .*: Permission denied"):
-        read_folder(tmp_path)
+        Source.from_folder(tmp_path)
 
 
 def mixed(sizes: dict[int, int]) -> Source:
@@ -746,6 +746,81 @@ def test_few_pictures_of_any_list(sizes: dict[int, int], shots: int, seed: int) 
 def test_all_pictures() -> None:
     source = mixed({0: 3, 1: 4})
     assert source.few(None, 1) is source
+
+
+# Other sources
+
+
+def test_source_from_csv(tmp_path: Path) -> None:
+    """Classes in alphabetical order, paths from the folder of the file, with and without a header."""
+    file = tmp_path / "images.csv"
+    rows = 'b/1.jpg,kite\n"a, b.jpg",cat\n\n/abs/2.png , kite\n'
+    wanted = Source(("cat", "kite"), (tmp_path / "b/1.jpg", tmp_path / "a, b.jpg", Path("/abs/2.png")), (1, 0, 1))
+    for text in (rows, "path,label\n" + rows, "\ufeffPath, Label\n" + rows):
+        file.write_text(text, encoding="utf-8")
+        assert Source.from_csv(file) == Source.read(str(file)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a.jpg\n", "line 1: expected an image path and a class name"),
+        (b"a.jpg,cat\nb.jpg,dog,3\n", "line 2"),
+        (b"a.jpg,cat\n,dog\n", "line 2"),
+        (b"a.jpg,cat\nb.jpg,cat\n", "at least two classes"),
+        (b"", "at least two classes"),
+        (b"\xff\xfe,\xff", "not a CSV file in UTF-8"),
+        (b'a.jpg,"cat\n', "not a CSV file"),
+    ],
+)
+def test_bad_csv_files_are_refused_in_one_line(tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "images.csv"
+    file.write_bytes(content)
+    with pytest.raises(SelfTPTError, match=words) as caught:
+        Source.read(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_csv_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SelfTPTError, match="does not exist"):
+        Source.read(tmp_path / "none.csv")
+
+
+def test_source_from_images_in_memory() -> None:
+    images = [pictures.noise(i) for i in range(4)]
+    source = Source.from_images(images, ["kite", "cat", "kite", "cat"])
+    assert source.names == ("cat", "kite")
+    assert source.labels == (1, 0, 1, 0)
+    assert source.few(1, 1).images == (source.few(1, 1).images[0], source.few(1, 1).images[1])
+    assert Source.from_images(images, [1, 0, 1, 0], ["cat", "kite"]).labels == source.labels
+    assert len(source.few(1, 1)) == 2
+
+
+def test_source_from_features() -> None:
+    features = torch.randn(6, 24, generator=torch.Generator().manual_seed(0))
+    source = Source.from_features(features, [0, 1, 0, 1, 0, 1], ["cat", "kite"])
+    assert source.features is not None
+    assert source.features.shape == (6, 1, 24)
+    few = source.few(2, 1)
+    assert few.features is not None
+    rows = [int((features == row[0]).all(1).nonzero()) for row in few.features]
+    assert [source.labels[i] for i in rows] == list(few.labels) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Source.from_images(["a.jpg"], ["dog", "cat"]), "1 images, 2 labels"),
+        (lambda: Source.from_images(["a.jpg"], ["dog"], ["cat", "kite"]), "'dog', is not one of the class names"),
+        (lambda: Source.from_images(["a.jpg"], [2], ["cat", "kite"]), "indices of its 2 class names"),
+        (lambda: Source.from_images(["a.jpg"], [-1], ["cat", "kite"]), "indices of its 2 class names"),
+        (lambda: Source.from_features(torch.zeros(2, 3, 4, 5), [0, 1], ["cat", "kite"]), "shape"),
+    ],
+)
+def test_wrong_sources_are_refused(make: Callable[[], Source], words: str) -> None:
+    with pytest.raises(SelfTPTError, match=words):
+        make()
 
 
 # Work in threads

@@ -15,11 +15,11 @@ from torch import Tensor
 from selftpt.classifier import Classifier
 from selftpt.config import TrainConfig
 from selftpt.errors import SelfTPTError
-from selftpt.methods.kgcoop import KGCOOP, Settings, distance, loss
+from selftpt.methods.kgcoop import KGCOOP, KgcoopConfig, distance, loss
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import tokenize
 from selftpt.objective import prompt_gradient
-from tests.family import OTHERS, changed, check_method, make_job, seen, taught, words
+from tests.family import OTHERS, changed, check_method, learned, make_context, train_data, words
 from tests.oracle import kgcoop, plain
 from tests.oracle.descent import descend
 from tests.small import random_prompt, relative, small
@@ -29,7 +29,9 @@ TEMPLATE = "a centered photo of {}, in the rain."
 
 
 def test_the_authors_settings() -> None:
-    assert Settings() == Settings(TrainConfig(batch=128, epochs=100, lr=0.002, length=4), 8.0, "a photo of a {}.")
+    assert KgcoopConfig() == KgcoopConfig(
+        TrainConfig(batch=128, epochs=100, lr=0.002, length=4), 8.0, "a photo of a {}."
+    )
 
 
 @settings(deadline=None)
@@ -49,7 +51,7 @@ def test_loss_and_gradient(kind: str) -> None:
     (by_prompt,) = torch.autograd.grad(wanted, p)
     text = model.model.text
     tokens = tokenize(NAMES, text.tokenizer, model.context)
-    guided = functools.partial(loss, batch=batch, hand=encode_template(text, tokens, TEMPLATE), weight=8.0)
+    guided = functools.partial(loss, batch=batch, hand_crafted=encode_template(text, tokens, TEMPLATE), weight=8.0)
     for chunk in (None, 2):
         encoder = TextEncoder(text, tokens, 3, ["end"], chunk=chunk)
         value, (found,) = prompt_gradient(encoder, p.detach(), lambda classes: guided(classes[0]))
@@ -60,21 +62,23 @@ def test_loss_and_gradient(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
 def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> None:
     """The first update and some more; then new class names under the learned prompt."""
-    settings = changed(Settings(template=TEMPLATE), epochs=3, batch=4, lr=0.02, warmup_lr=0.01)
-    job, exact = make_job(tmp_path, kind), small(kind, torch.float64)
-    names = [name.replace("_", " ") for name in job.teacher.names]
+    settings = changed(KgcoopConfig(template=TEMPLATE), epochs=3, batch=4, lr=0.02, warmup_lr=0.01)
+    context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
+    names = [name.replace("_", " ") for name in context.source.names]
 
     def gradients(parameters: Any, images: Tensor, labels: Tensor) -> list[Tensor]:
         p = parameters[0].detach().clone().requires_grad_()
-        value = kgcoop.loss(exact, names, p, images, labels, 1 / job.model.scale, 8.0, TEMPLATE)
+        value = kgcoop.loss(exact, names, p, images, labels, 1 / context.model.scale, 8.0, TEMPLATE)
         return list(torch.autograd.grad(value, p))
 
     start = words(exact, "a photo of a")
-    (wanted,) = descend([start], gradients, *seen(job, settings.learn), epochs=3, batch=4, lr=0.02, warmup=0.01)
-    found = taught(KGCOOP, settings, job)["context"]
+    (wanted,) = descend(
+        [start], gradients, *train_data(context, settings.learn), epochs=3, batch=4, lr=0.02, warmup=0.01
+    )
+    found = learned(KGCOOP, settings, context)["context"]
     assert (found - wanted).norm() < 2e-4 * wanted.norm()
     assert (wanted - start).norm() > 1e-2
-    classifier = KGCOOP.fit(job, settings)(OTHERS, "{} texture.")
+    classifier = KGCOOP.fit(context, settings).for_classes(OTHERS, "{} texture.").classifier
     assert isinstance(classifier, Classifier)
     classes = plain.encode(exact, "end", OTHERS, found.double())
     assert relative(classifier.weights, classes / classes.norm(dim=-1, keepdim=True)) < 1e-4
@@ -86,19 +90,19 @@ def test_the_weight_holds_it_near(tmp_path: Path) -> None:
     """The more weight, the nearer are the class vectors to the hand-written ones."""
     far = []
     for weight in (0.0, 8.0, 200.0):
-        settings = changed(Settings(weight=weight), epochs=8, batch=9, warmup_lr=0.002, words="kite")
-        classifier: Any = KGCOOP.fit(make_job(tmp_path), settings)(NAMES, "{}")
+        settings = changed(KgcoopConfig(weight=weight), epochs=8, batch=9, warmup_lr=0.002, words="kite")
+        classifier: Any = KGCOOP.fit(make_context(tmp_path), settings).for_classes(NAMES, "{}").classifier
         model = small("vit")
-        hand = plain.encode(model, "hand", NAMES, torch.zeros(0, 32), Settings.template)
+        hand = plain.encode(model, "hand", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
         far.append(distance(classifier.weights, hand).item())
     assert far[0] > far[1] > far[2]
 
 
 def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_method(KGCOOP, changed(Settings(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
+    check_method(KGCOOP, changed(KgcoopConfig(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("wrong", [{"weight": -1.0}, {"weight": float("nan")}, {"template": "no place for a name"}])
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError):
-        Settings(**wrong)
+        KgcoopConfig(**wrong)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from selftpt import LearnConfig, Prompt, SelfTPTError, SelfTPTWarning, learn
 from selftpt.config import ContrastConfig
-from selftpt.data import features as feature_store
+from selftpt.data import views as data_views
+from selftpt.data.decoding import open_image
+from selftpt.data.sources import Source
 from selftpt.files import read_file, write_tensors
 from selftpt.learning import ClassLists, learn_from_features
 from selftpt.models.tokenizer import class_tokens
@@ -351,8 +354,8 @@ def test_drawing_all_classes_learns_what_not_drawing_learns(tmp_path: Path) -> N
 
 def test_learning_from_a_folder_reads_no_picture_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos, seen = make_photos(tmp_path / "photos"), []
-    opener = feature_store.open_image
-    monkeypatch.setattr(feature_store, "open_image", lambda path, *a: seen.append(path) or opener(path, *a))
+    opener = data_views.open_image
+    monkeypatch.setattr(data_views, "open_image", lambda path, *a: seen.append(path) or opener(path, *a))
     prompt = learn(model(), photos, LearnConfig(epochs=2, shots=2), out=tmp_path / "a")
     assert len(seen) == 6
     assert prompt.origin["pictures"] == 6
@@ -370,12 +373,12 @@ def test_a_bad_picture_is_reported_and_left_out_but_not_a_whole_class(tmp_path: 
         assert learn(model(), photos, LearnConfig(epochs=1)).origin["pictures"] == 8
     for i in range(3):
         (photos / "kite" / f"{i}.png").write_text("not a picture")
-    with pytest.raises(SelfTPTError, match="'kite' has no picture that can be read"):
+    with pytest.raises(SelfTPTError, match="'kite' has no image that can be read"):
         learn(model(), photos, LearnConfig(epochs=1), on_error=lambda error: None)
 
 
 def test_losses_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
-    with pytest.raises(SelfTPTError, match="lower the rate"):
+    with pytest.raises(SelfTPTError, match="lower the learning rate"):
         run(LearnConfig(epochs=3, lr=1e30, warmup_lr=1e30), tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
@@ -414,3 +417,38 @@ def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
 def test_wrong_contrasts_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(SelfTPTError):
         ContrastConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_learn_works_without_gradient_mode(tmp_path: Path, mode: type) -> None:
+    photos, config = make_photos(tmp_path / "photos"), LearnConfig(epochs=2)
+    wanted = learn(model(), photos, config)
+    with mode():
+        found = learn(model(), photos, config)
+        features = torch.nn.functional.normalize(torch.ones(4, 24), dim=-1)  # an inference tensor
+        learn(model(), Source.from_features(features, [0, 1, 0, 1], ["cat", "kite"]), config)
+    assert torch.equal(found.context, wanted.context)
+    assert found.context.clone().requires_grad_().sum().requires_grad
+
+
+def test_learn_from_images_in_memory_and_from_a_csv(tmp_path: Path) -> None:
+    """A CSV file of the same paths learns the same; images in memory have other crops, the same every time."""
+    photos, config = make_photos(tmp_path / "photos"), LearnConfig(epochs=2)
+    source = Source.from_folder(photos)
+    rows = "".join(f"{path},{source.names[label]}\n" for path, label in zip(source.paths, source.labels, strict=True))
+    (tmp_path / "list.csv").write_text(rows)
+    assert torch.equal(learn(model(), tmp_path / "list.csv", config).context, learn(model(), photos, config).context)
+    images = Source.from_images([open_image(path) for path in source.paths], source.labels, source.names)
+    first = learn(model(), images, config)
+    assert first.origin["pictures"] == 9
+    assert torch.equal(learn(model(), images, config).context, first.context)
+
+
+def test_initial_values_are_used_and_checked(tmp_path: Path) -> None:
+    photos, config = make_photos(tmp_path / "photos"), LearnConfig(epochs=1, warmup_lr=1e-12)
+    start = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    found = learn(model(), photos, config, initial={"context": start})
+    torch.testing.assert_close(found.context, start)
+    for wrong, words in (({"contexts": start}, "context, w1, b1, w2, b2"), ({"context": start[:3]}, "[3, 32]")):
+        with pytest.raises(SelfTPTError, match=re.escape(words)):
+            learn(model(), photos, config, initial=wrong)

@@ -123,7 +123,9 @@ def test_random_weights_are_those_of_open_clip_after_manual_seed_0(name: str) ->
         expected = open_clip.create_model(name, load_weights=False, pretrained_text=False).state_dict()
     found = build_model(open_clip.get_model_config(name), {}).state_dict()
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    uninitialised = "text_decoder.text_projection"  # of CoCa
+    assert uninitialised not in found or not found[uninitialised].any()
+    assert all(torch.equal(found[key], expected[key]) for key in expected if key != uninitialised)
 
 
 def test_every_random_operation_draws_from_the_generator_of_the_context() -> None:
@@ -156,7 +158,7 @@ def test_every_random_operation_draws_from_the_generator_of_the_context() -> Non
 def test_a_model_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path, mode: type, weights: str | None) -> None:
     with mode():
         model = load_model(pretrained=weights, device="cpu")
-    clip = model.text.clip
+    clip = model.clip
     assert not any(tensor.is_inference() for tensor in (*clip.parameters(), *clip.buffers(), *clip.visual.buffers()))
     learn(model, make_photos(tmp_path / "photos"), LearnConfig(epochs=1, shots=1))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,18 @@ from torch import Tensor
 
 from selftpt import training
 from selftpt.classifier import Classifier
-from selftpt.config import kind_of
+from selftpt.config import Config, kind_of
+from selftpt.data.cache import Cache
 from selftpt.data.decoding import ImageError
-from selftpt.data.sources import Source, images_in, read_folder
-from selftpt.methods import METHODS, Eyes, Job, Method, Predictor
-from selftpt.methods.prediction import MethodPredictor, chosen_settings
+from selftpt.data.features import Block, FeatureProvider
+from selftpt.data.sources import Source, images_in
+from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.methods import METHODS, FitContext, FittedMethod, Predictor
+from selftpt.methods.selection import configure
 from selftpt.models import Model
 from selftpt.models.loading import _digest
 from tests.commands import Run, refused
+from tests.family import raise_error
 from tests.folders import make_generated, make_model, make_photos
 from tests.small import model
 
@@ -41,7 +46,7 @@ SMALL = {  # of all methods that have such settings
 }
 
 every_method = pytest.mark.parametrize("name", METHODS)
-SEEDS = {name: "learn.seed" if method.learns else "seed" for name, method in METHODS.items() if method.draws}
+SEEDS = {name: "learn.seed" if method.needs_labels else "seed" for name, method in METHODS.items() if method.stochastic}
 
 
 @dataclass
@@ -56,44 +61,46 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("world")
-    source = read_folder(make_photos(folder / "source", each=2))
+    source = Source.from_folder(make_photos(folder / "source", each=2))
     (folder / "descriptors.json").write_text(json.dumps({name: ["red", "a tail"] for name in (*NAMES, *THINGS)}))
     asked = images_in(make_photos(folder / "asked", ("x", "y"), each=2))
     make_generated(folder / "generated", asked, SMALL["views"] - 1)
     return World(folder, source, asked)
 
 
-def fail(error: ImageError) -> None:
-    raise error
-
-
-def small_settings(name: str, world: World, **more: Any) -> Any:
+def small_config(name: str, world: World, **more: Any) -> Any:
     method = METHODS[name]
     own = {key: str(world.folder / file) for key, file in (("descriptors", "descriptors.json"), ("generated",) * 2)}
-    changes = {key: value for key, value in (SMALL | own).items() if kind_of(method.settings, key.split("."))}
-    return chosen_settings(method, changes | more)
+    changes = {key: value for key, value in (SMALL | own).items() if kind_of(method.config, key.split("."))}
+    return configure(method, changes | more)
+
+
+def blocks_of(fitted: FittedMethod, images: list[Path], on_error: Any = raise_error) -> list[Block]:
+    """What a fitted method sees of images."""
+    specs = fitted.method.views(fitted.config)
+    provider = FeatureProvider(fitted.model, specs, Cache(), fixed_batch=True, on_error=on_error)
+    return list(provider.blocks(images, pixels=fitted.inputs == "pixels"))
 
 
 class Asked:
-    """A method fitted in a folder, and what it answers for the world's pictures."""
+    """A method fitted in a folder, and its answers for the world's images."""
 
-    def __init__(self, name: str, world: World, folder: Path, eyes: Model | None = None, **changes: Any) -> None:
-        self.method, self.model, self.world = METHODS[name], eyes or model(), world
-        self.settings = small_settings(name, world, **changes)
-        source = world.source if self.method.learns else None
-        self.fitted = self.method.fit(Job(self.model, source, folder, fail), self.settings)
+    def __init__(self, name: str, world: World, folder: Path, own: Model | None = None, **changes: Any) -> None:
+        self.method, self.model, self.world = METHODS[name], own or model(), world
+        self.config = small_config(name, world, **changes)
+        source = world.source if self.method.needs_labels else None
+        context = FitContext(self.model, source, folder, Cache(), on_error=raise_error)
+        self.fitted = self.method.fit(context, self.config)
 
-    def shown(self) -> Tensor:
-        """What the method sees of the pictures, [N, V, ...]."""
-        return torch.cat(
-            [shown for _, shown in Eyes(self.model, fail)(self.method, self.settings, self.world.pictures)]
-        )
+    def views(self) -> Tensor:
+        """What the method sees of the images, [N, V, ...]."""
+        return torch.cat([block.views for block in blocks_of(self.fitted, self.world.pictures)])
 
     def predictor(self, names: tuple[str, ...] = NAMES) -> Predictor:
-        return self.fitted(names, SENTENCE)
+        return self.fitted.for_classes(names, SENTENCE)
 
     def answer(self, names: tuple[str, ...] = NAMES) -> Tensor:
-        return self.predictor(names)(self.shown())
+        return self.predictor(names)(self.views())
 
 
 def check_probabilities(answer: Tensor, shape: tuple[int, int]) -> None:
@@ -137,20 +144,20 @@ def test_what_was_learned_is_found_again(
 
     monkeypatch.setattr(training.RunFiles, "finish", never)
     assert torch.equal(Asked(name, world, tmp_path).answer(), answer)
-    predictor = before.predictor()
-    if isinstance(predictor, Classifier):
-        predictor.save(tmp_path / "classifier")
-        assert torch.equal(Classifier.load(tmp_path / "classifier", before.model)(before.shown()), answer)
+    classifier = before.predictor().classifier
+    if classifier is not None:
+        classifier.save(tmp_path / "classifier")
+        assert torch.equal(Classifier.load(tmp_path / "classifier", before.model)(before.views()), answer)
 
 
 @every_method
 def test_a_batch_is_one_by_one(name: str, world: World, tmp_path: Path) -> None:
     """And nothing is left of a picture when the next one comes."""
     asked = Asked(name, world, tmp_path)
-    predictor, shown = asked.predictor(), asked.shown()
+    predictor, shown = asked.predictor(), asked.views()
     together = predictor(shown)
     assert torch.equal(predictor(shown), together), "it remembers"
-    if asked.method.whole:  # it adapts to its company
+    if asked.method.transductive:  # it adapts to all images
         return
     alone = torch.cat([predictor(one[None]) for one in shown])
     torch.testing.assert_close(alone, together, rtol=0, atol=1e-5)
@@ -173,12 +180,13 @@ def test_the_model_is_left_alone(name: str, world: World, tmp_path: Path) -> Non
 @every_method
 def test_a_classifier_or_a_declared_need(name: str, world: World, tmp_path: Path) -> None:
     """What needs only names gives a classifier; all else says in the table what it needs."""
-    method: Method = METHODS[name]
-    if isinstance(Asked(name, world, tmp_path).predictor(), Classifier):
-        assert method.cost == "1 view"
-        assert not method.whole
+    asked = Asked(name, world, tmp_path)
+    method, cost = asked.method, asked.method.cost(asked.config)
+    if asked.predictor().classifier is not None:
+        assert cost == "1 view"
+        assert not method.transductive
     else:
-        assert method.cost != "1 view" or method.whole or method.needs != "features"
+        assert cost != "1 view" or method.transductive or method.needs != "features"
 
 
 @pytest.fixture(scope="module")
@@ -208,14 +216,13 @@ def test_predict_by_a_method_that_learns(predict: Run, place: Path) -> None:
     assert first.out == again.out
 
 
-def test_predict_is_the_method_itself(predict: Run, place: Path) -> None:
-    """The command says what the library says."""
+def test_predict_command_equals_the_library(predict: Run, place: Path) -> None:
     from selftpt.models import load_model
 
-    eyes = load_model(str(place / "model"), device="cpu")
+    own = load_model(str(place / "model"), device="cpu")
     for name, template in (("clip", "{} it is."), ("waffleclip", SENTENCE)):
-        ready = MethodPredictor(eyes, METHODS[name], METHODS[name].settings, ["cat", "dog"], template)
-        wanted = [list(p.probabilities) for p in ready.predict(images_in(place / "photos" / "kite"))]
+        predictor = METHODS[name].fit(FitContext(own)).for_classes(["cat", "dog"], template)
+        wanted = [list(p.probabilities) for p in predictor.predict(images_in(place / "photos" / "kite"))]
         answer = predict(name, "--names", "cat,dog", "--template", template, "--json")
         assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == wanted
 
@@ -234,7 +241,7 @@ def test_predict_is_the_method_itself(predict: Run, place: Path) -> None:
         (["lasp", "--names", "cat,dog", "--set", "templates=[1]"], ["templates", "1"]),
         (["coop", "--names", "cat,dog", "--set", "learn.lr=true"], ["lr", "True"]),
         (["visdesc", "--names", "cat,dog"], ["descriptors"]),
-        (["tpt", "--names", "cat,dog", "--set", "lr=1e30"], ["lower the rate"]),
+        (["tpt", "--names", "cat,dog", "--set", "lr=1e30"], ["lower the learning rate"]),
         (["clip", "--names", "cat,dog", "--template", "a photo."], ["{}"]),
         (["clip", "--names", "cat,dog", "--classifier", "file"], ["--classifier", "--method"]),
     ],
@@ -262,26 +269,144 @@ def test_no_picture(run: Run, place: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["coop", "kgcoop"])
-def test_only_unreadable_pictures_are_counted(name: str, world: World, tmp_path: Path) -> None:
-    """Not those that are beyond the number of shots, neither when it is learned nor when it is found again."""
-    settings = small_settings(name, world, **{"learn.shots": 1})
+def test_only_unreadable_images_are_counted(name: str, world: World, tmp_path: Path) -> None:
+    """Not those beyond the number of shots, neither after training nor when the learned file is found again."""
+    config = small_config(name, world, **{"learn.shots": 1})
     for _ in range(2):
-        job = Job(model(), world.source, tmp_path, fail)
-        METHODS[name].fit(job, settings)
-        assert job.unreadable == 0
+        context = FitContext(model(), world.source, tmp_path, Cache(), on_error=raise_error)
+        METHODS[name].fit(context, config)
+        assert context.unreadable == 0
 
 
-def test_pixels_are_shown_as_they_are(world: World, tmp_path: Path) -> None:
-    """For a method that asks for them, block by block, without the pictures that cannot be read."""
+def test_pixels_are_given_as_they_are(world: World, tmp_path: Path) -> None:
+    """To a method that needs them, without the images that cannot be read."""
     broken = tmp_path / "broken.png"
     broken.write_text("no picture")
-    told: list[ImageError] = []
-    method = dataclasses.replace(METHODS["clip"], pixels=lambda _settings, _model: True)
-    paths = [world.pictures[0], broken, *world.pictures[1:]]
-    blocks: Iterator[tuple[Tensor, Tensor]] = Eyes(model(), told.append)(method, method.settings, paths)
-    usable, shown = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    assert usable.tolist() == [0, 2, 3, 4]
-    assert shown.dtype == torch.uint8
-    assert tuple(shown.shape[:3]) == (4, 1, 3)
-    assert len(told) == 1
-    assert "broken.png" in str(told[0])
+    errors: list[ImageError] = []
+    fitted = dataclasses.replace(METHODS["clip"], inputs="pixels").fit(FitContext(model()))
+    blocks = blocks_of(fitted, [world.pictures[0], broken, *world.pictures[1:]], errors.append)
+    pixels = torch.cat([block.views for block in blocks])
+    assert torch.cat([block.indices for block in blocks]).tolist() == [0, 2, 3, 4]
+    assert pixels.dtype == torch.uint8
+    assert tuple(pixels.shape[:3]) == (4, 1, 3)
+    assert len(errors) == 1
+    assert "broken.png" in str(errors[0])
+
+
+@every_method
+def test_methods_pickle(name: str) -> None:
+    assert pickle.loads(pickle.dumps(METHODS[name])) == METHODS[name]
+
+
+@every_method
+def test_fitted_methods_pickle_save_and_load(name: str, world: World, tmp_path: Path) -> None:
+    """Without the model, and with the same answers."""
+    asked = Asked(name, world, tmp_path / "learned")
+    answer = asked.answer()
+    packed = pickle.dumps(asked.fitted)
+    assert len(packed) < 2_000_000
+    asked.fitted.save(tmp_path / "fitted.safetensors")
+    copies = [pickle.loads(packed).with_model(asked.model)]
+    copies.append(FittedMethod.load(tmp_path / "fitted.safetensors", asked.model))
+    for fitted in copies:
+        assert fitted.config == asked.config
+        assert torch.equal(fitted.for_classes(NAMES, SENTENCE)(asked.views()), answer)
+    with pytest.raises(SelfTPTError, match="made with vit"):
+        pickle.loads(packed).with_model(model("one-layer"))
+
+
+@every_method
+def test_the_table_agrees_with_the_configuration(name: str) -> None:
+    method = METHODS[name]
+    assert method.needs_labels == (kind_of(method.config, ["learn", "seed"]) is not None)
+    assert method.uses_seed == (kind_of(method.config, ["seed"]) is not None)
+    assert isinstance(method.config, Config)
+
+
+def test_a_single_image_costs_one_forward_pass_of_one_image(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    encode = Model.encode_images
+
+    def counted(self: Model, pixels: Tensor) -> Tensor:
+        sizes.append(len(pixels))
+        return encode(self, pixels)
+
+    monkeypatch.setattr(Model, "encode_images", counted)
+    predictor = METHODS["clip"].fit(FitContext(model())).for_classes(NAMES)
+    assert len(list(predictor.predict(world.pictures[0]))) == 1
+    classifier = predictor.classifier
+    assert classifier is not None
+    assert len(list(classifier.predict(world.pictures[0]))) == 1
+    assert sizes == [1, 1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@every_method
+def test_methods_work_without_gradient_mode(name: str, mode: Any, world: World, tmp_path: Path) -> None:
+    wanted = Asked(name, world, tmp_path / "a").answer()
+    with mode():
+        found = Asked(name, world, tmp_path / "b").answer()
+    assert torch.equal(found, wanted)
+
+
+def test_required_image_tower_is_checked_before_anything_is_learned(world: World) -> None:
+    method = dataclasses.replace(METHODS["coop"], requires="transformer image tower")
+    with pytest.raises(SelfTPTError, match=r"coop needs a model whose image tower is a ViT of open_clip, not resnet"):
+        method.fit(FitContext(model("resnet"), world.source))
+
+
+def test_read_only_folder_of_learned_parameters(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are used and not changed; without them, what is learned is not written."""
+    config = small_config("kgcoop", world)
+
+    def fit() -> dict[str, Tensor]:
+        context = FitContext(model(), world.source, tmp_path, Cache(), on_error=raise_error, read_only=True)
+        return dict(METHODS["kgcoop"].fit(context, config).tensors)
+
+    first = fit()
+    assert list(tmp_path.iterdir()) == []
+    wanted = METHODS["kgcoop"].fit(FitContext(model(), world.source, tmp_path, Cache()), config).tensors
+    assert torch.equal(first["context"], wanted["context"])
+    monkeypatch.setattr(FitContext, "features", None)  # it would be called to learn
+    assert torch.equal(fit()["context"], wanted["context"])
+
+
+def test_damaged_learned_file_is_set_aside(world: World, tmp_path: Path) -> None:
+    config, context = small_config("kgcoop", world), FitContext(model(), world.source, tmp_path, Cache())
+    wanted = METHODS["kgcoop"].fit(context, config).tensors["context"]
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(SelfTPTWarning, match="learning again"):
+        assert torch.equal(METHODS["kgcoop"].fit(context, config).tensors["context"], wanted)
+    assert (tmp_path / f"{file.name}.damaged").exists()
+
+
+def test_cache_options_of_predict(predict: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off writes nothing; a folder that cannot be made is a note, not an error."""
+    learned = ["coop", "--source", place / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
+    monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
+    first = predict(*learned, "--cache-mode", "off")
+    assert first.code == 0, first.err
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setenv("SELFTPT_CACHE", "/proc/nowhere")
+    again = predict(*learned)
+    assert again.code == 0, again.err
+    assert again.out == first.out
+    assert "not cached" in again.err
+    monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
+    assert predict(*learned).out == predict(*learned, "--cache-mode", "read-only").out == first.out
+    refused(predict(*learned, "--cache-gb", "0"), "cache_gb must be a number above 0")
+
+
+def test_fitted_methods_are_inspected(run: Run, world: World, tmp_path: Path) -> None:
+    Asked("self-tpt", world, tmp_path / "learned").fitted.save(tmp_path / "fitted")
+    shown = run("inspect", tmp_path / "fitted").out
+    for words in (
+        "a fitted-method",
+        "method: self-tpt",
+        "classes: 3: blue whale",
+        "learn.lr: 0.002",
+        "adapt.steps: 10",
+    ):
+        assert words in shown
+    assert "selftpt unknown" not in shown

@@ -114,7 +114,7 @@ def test_published_weights_are_downloaded_and_get_the_activation_they_need(
     model = load_model(name, tag, device="cpu")
     assert asked == [open_clip.get_pretrained_cfg(known, tag)]
     assert (model.id.name, model.id.pretrained) == (name, tag)
-    found = model.text.clip
+    found = model.clip
     assert torch.equal(found.token_embedding.weight, source.token_embedding.weight)
     activations = [type(m) for m in found.modules() if "GELU" in type(m).__name__]
     assert activations
@@ -150,7 +150,7 @@ def test_a_checkpoint_gives_the_weights_that_open_clip_loads(tmp_path: Path, cha
         wrapped = {"state_dict": {f"module.{k}": v for k, v in state.items()}, "epoch": 3}
         torch.save(wrapped if change == "wrapped" else state, file)
     expected = open_clip.create_model("ViT-S-32-alt", str(file)).state_dict()
-    found = load_model("ViT-S-32-alt", str(file), device="cpu").text.clip.state_dict()
+    found = load_model("ViT-S-32-alt", str(file), device="cpu").clip.state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
@@ -162,7 +162,7 @@ def test_weights_of_a_text_tower_of_clip_fit_a_custom_text_tower(tmp_path: Path)
     old["logit_scale"] = old["logit_scale"].reshape(1)
     save_file(old, folder / "open_clip_model.safetensors")
     expected = open_clip.create_model(f"local-dir:{folder}").state_dict()
-    found = load_model(str(folder), device="cpu").text.clip.state_dict()
+    found = load_model(str(folder), device="cpu").clip.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert found["logit_bias"] == 0
@@ -321,7 +321,7 @@ def test_a_model_with_a_text_tower_of_transformers(tmp_path: Path) -> None:
     source = open_clip.create_model(f"local-dir:{folder}", load_weights=False, pretrained_text=False).state_dict()
     save_file({k: v.contiguous() for k, v in source.items()}, folder / "open_clip_model.safetensors")
     model = load_model(str(folder), device="cpu")
-    found = model.text.clip.state_dict()
+    found = model.clip.state_dict()
     assert found.keys() == source.keys()
     assert all(torch.equal(found[key], source[key]) for key in source)
     assert load_model(str(folder), "random", device="cpu").id.digest != model.id.digest

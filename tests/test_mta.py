@@ -1,8 +1,8 @@
-"""MTA: the fast mode of many pictures, and the slow one of each."""
+"""MTA: the mode of the views of many images at once, against slow code for each."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from selftpt import SelfTPTError
 from selftpt.adaptation import zero_shot
-from selftpt.methods import METHODS, Job
-from selftpt.methods.mta import Settings, mode, squared_bandwidth
+from selftpt.data.views import ViewSpec
+from selftpt.methods import METHODS, FitContext
+from selftpt.methods.mta import MTA, MtaConfig, mode, squared_bandwidth
 from tests.oracle import mta as oracle
 from tests.small import model
 
@@ -22,16 +23,16 @@ NAMES = ("red fox", "blue whale", "kite")
 TEMPLATE = "a photo of a {}."
 
 
-def draw(seed: int, pictures: int, views: int, spread: float = 1.0, dimension: int = 6) -> tuple[Tensor, Tensor]:
-    """Unit features that lie together, but for the last quarter, and their probabilities of four classes."""
+def draw(seed: int, count: int, views: int, spread: float = 1.0, dimension: int = 6) -> tuple[Tensor, Tensor]:
+    """L2-normalised features, all but the last quarter near each other, and probabilities of four classes."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    centre = normal(pictures, 1, dimension).repeat(1, views, 1)
-    centre[:, -(views // 4) :] = normal(pictures, 1, dimension)
-    features = F.normalize(centre + spread * normal(pictures, views, dimension), dim=-1)
+    centre = normal(count, 1, dimension).repeat(1, views, 1)
+    centre[:, -(views // 4) :] = normal(count, 1, dimension)
+    features = F.normalize(centre + spread * normal(count, views, dimension), dim=-1)
     return features, (10 * features @ F.normalize(normal(4, dimension), dim=-1).t()).softmax(-1)
 
 
@@ -43,7 +44,7 @@ def draw(seed: int, pictures: int, views: int, spread: float = 1.0, dimension: i
     affinity=st.floats(0, 8),
     entropic=st.floats(0.05, 1),
 )
-def test_the_mode(seed: int, views: int, spread: float, affinity: float, entropic: float) -> None:
+def test_mode_equals_the_reference(seed: int, views: int, spread: float, affinity: float, entropic: float) -> None:
     features, probabilities = draw(seed, 3, views, spread)
     found = mode(features, probabilities, affinity, entropic)
     for i in range(3):
@@ -51,14 +52,14 @@ def test_the_mode(seed: int, views: int, spread: float, affinity: float, entropi
         torch.testing.assert_close(found[i], wanted, rtol=0, atol=1e-4)
 
 
-def test_the_bandwidth() -> None:
+def test_bandwidth_equals_the_reference() -> None:
     features, _ = draw(0, 2, 11)
-    for found, picture in zip(squared_bandwidth(features).sqrt(), features, strict=True):
-        torch.testing.assert_close(found, torch.tensor(oracle.bandwidths(picture), dtype=torch.float64))
+    for found, views in zip(squared_bandwidth(features).sqrt(), features, strict=True):
+        torch.testing.assert_close(found, torch.tensor(oracle.bandwidths(views), dtype=torch.float64))
 
 
-def test_a_view_that_does_not_fit_in_hardly_counts() -> None:
-    """The mean of the views is drawn to those elsewhere; the mode is not."""
+def test_outlying_views_hardly_move_the_mode() -> None:
+    """They move the mean."""
     features, probabilities = draw(1, 8, 64, spread=0.2, dimension=16)
     middle = F.normalize(features[:, :48].mean(1), dim=-1)
     found = mode(features, probabilities, 4.0, 0.2)
@@ -67,30 +68,35 @@ def test_a_view_that_does_not_fit_in_hardly_counts() -> None:
 
 
 @pytest.mark.parametrize("views", [1, 2, 3, 64])
-def test_views_that_are_all_the_same(views: int) -> None:
-    """As those of a blank picture. Rounding makes them differ a little, or not at all."""
+def test_mode_of_equal_views(views: int) -> None:
+    """Such as those of a blank image. Rounding makes them differ a little, or not at all."""
     one = F.normalize(torch.randn(5, 1, 24), dim=-1).repeat(1, views, 1)
     for features in (one, F.normalize(one + 1e-7 * torch.randn_like(one), dim=-1)):
         found = mode(features, torch.full((5, views, 3), 1 / 3), 4.0, 0.2)
         torch.testing.assert_close(found, one[:, 0], rtol=0, atol=1e-5)
 
 
-def test_the_method(tmp_path: Path) -> None:
-    """A batch is what its pictures are one by one, and that is zero-shot of the mode."""
-    eyes = model()
-    method, chosen = METHODS["mta"], Settings(views=9, affinity=2.0, spread=0.5)
-    predictor = method.fit(Job(eyes, None, tmp_path, print), chosen)(NAMES, TEMPLATE)
-    shown = F.normalize(torch.randn(4, 9, eyes.dimension, generator=torch.Generator().manual_seed(0)), dim=-1)
-    found = predictor(shown)
-    torch.testing.assert_close(torch.cat([predictor(one[None]) for one in shown]), found)
-    classifier = zero_shot(eyes, NAMES, TEMPLATE)
-    for row, views in zip(found, shown.double(), strict=True):
+def test_predictor_compares_class_vectors_with_the_mode() -> None:
+    """A batch gives what its images give one by one, and that is zero-shot classification of the mode."""
+    config = MtaConfig(views=9, affinity=2.0, spread=0.5)
+    predictor = MTA.fit(FitContext(model()), config).for_classes(NAMES, TEMPLATE)
+    features = F.normalize(torch.randn(4, 9, model().dimension, generator=torch.Generator().manual_seed(0)), dim=-1)
+    found = predictor(features)
+    torch.testing.assert_close(torch.cat([predictor(one[None]) for one in features]), found)
+    classifier = zero_shot(model(), NAMES, TEMPLATE)
+    for row, views in zip(found, features.double(), strict=True):
         centre = oracle.mode(views, classifier.probabilities(views), 2.0, 0.5)
         torch.testing.assert_close(row.double(), classifier.probabilities(centre), rtol=0, atol=1e-4)
-    assert method.looks(chosen)[1].views == 8
 
 
-@pytest.mark.parametrize("wrong", [{"views": 0}, {"spread": 0}, {"affinity": -1}])
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(SelfTPTError):
-        Settings(**wrong)  # type: ignore[arg-type]
+def test_views_and_cost_follow_from_the_configuration() -> None:
+    assert METHODS["mta"] is MTA
+    assert MTA.views(MtaConfig(views=9)) == [ViewSpec(), ViewSpec(8, 0)]
+    assert MTA.cost(MTA.config) == "64 views"
+    assert MTA.cost(MtaConfig(views=8)) == "8 views"
+
+
+@pytest.mark.parametrize("wrong", [{"views": 0}, {"views": "9"}, {"spread": 0}, {"affinity": -1}, {"affinity": None}])
+def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match=f"MtaConfig.{next(iter(wrong))} must be"):
+        MtaConfig(**wrong)

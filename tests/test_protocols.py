@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import selftpt.data.cache
 import selftpt.data.features
 from selftpt.adaptation import adapt, zero_shot
 from selftpt.config import AdaptConfig, BenchConfig, LearnConfig, PredictConfig, change, kind_of
@@ -194,23 +195,23 @@ def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("place", "name", "calls"),
     [
-        (selftpt.data.features, "write_tensors", 0),
-        (selftpt.data.features, "write_tensors", 3),
-        (selftpt.data.features, "write_tensors", 9),
+        (selftpt.data.cache, "write_tensors", 0),
+        (selftpt.data.cache, "write_tensors", 3),
+        (selftpt.data.cache, "write_tensors", 9),
         (RunFiles, "keep", 1),
         (RunFiles, "keep", 3),
         (RunFiles, "finish", 0),
         (Runs, "add", 0),
         (Runs, "add", 3),
-        (Bench, "_examine", 4),
+        (Bench, "_evaluate", 4),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_killed_run_goes_on_to_the_same_records(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, calls: int
 ) -> None:
-    monkeypatch.setattr(selftpt.data.features, "GROUP", 2)
-    monkeypatch.setattr(selftpt.data.features, "PACK_SECONDS", -1)
+    monkeypatch.setattr(selftpt.data.features, "BLOCK_VIEWS", 2)
+    monkeypatch.setattr(selftpt.data.features, "SHARD_SECONDS", -1)
     jobs = ["clip", "coop", "self-tpt"], ["eurosat"], [1, 2]
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
     wanted = do(bench("base-to-new", data, tmp_path / "undisturbed"), *jobs)
@@ -341,7 +342,7 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     assert record["source"]["unreadable"] == 1
     assert sorted(str(error).partition(":")[0][-16:] for error in told) == ["AnnualCrop_1.jpg", "est/Forest_8.jpg"]
     again = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
-    with pytest.warns(SelfTPTWarning, match="1 pictures could not be read when"):
+    with pytest.warns(SelfTPTWarning, match="1 images could not be read when"):
         assert plain(do(again, ["coop"], ["eurosat"], [1])) == plain([record])
 
 
@@ -350,7 +351,7 @@ def test_no_picture_can_be_read(tmp_path: Path) -> None:
     for path in root.rglob("*.jpg"):
         path.write_text("no picture")
     runner = bench("cross-dataset", tmp_path / "data", tmp_path / "runs", on_error=lambda _: None)
-    with pytest.raises(SelfTPTError, match="none of the 12 test pictures"):
+    with pytest.raises(SelfTPTError, match="none of the 12 test images"):
         do(runner, ["clip"], ["eurosat"], [1])
 
 
@@ -360,7 +361,7 @@ def test_a_dataset_for_tests_alone_teaches_nothing(data: Path, tmp_path: Path) -
 
 
 def test_settings_by_name() -> None:
-    settings = METHODS["self-tpt"].settings
+    settings = METHODS["self-tpt"].config
     assert kind_of(settings, ["adapt", "lr"]) is float
     for path in (["adapt", "rate"], ["adapt"], ["adapt", "lr", "more"], ["learn", "contrasts"]):
         assert kind_of(settings, path) is None
@@ -543,7 +544,9 @@ def test_methods_are_listed(run: Run) -> None:
     for row in rows.values():
         assert row["settings"].keys() == row["help"].keys()
         assert all(row["help"].values()), row["name"]
-    assert not rows["clip"]["learns"]
+    assert not rows["clip"]["needs_labels"]
+    assert rows["coop"]["needs_labels"]
+    assert rows["difftpt"]["cost"] == "127 views, 4 steps"
 
 
 @pytest.mark.parametrize(
@@ -586,12 +589,12 @@ def test_the_cache_is_shown_and_pruned(run: Run, data: Path, weights: Path, tmp_
     assert "0.0 MB" in run("cache").out
     run("bench", "cross-dataset", "--data", data, "--out", tmp_path, "--model", weights, "--methods", "clip")
     shown = run("cache")
-    assert "24 pictures" in shown.out
-    assert "the picture" in shown.out
+    assert "24 images" in shown.out
+    assert "the image" in shown.out
     refused(run("cache", "ViT-B-16"), "ViT-B-16")
-    assert json.loads(run("cache", "the picture", "--json").out) == json.loads(run("cache", "--json").out)
+    assert json.loads(run("cache", "the image", "--json").out) == json.loads(run("cache", "--json").out)
     refused(run("cache", "63 random crops"), "63 random crops")
     (row,) = json.loads(run("cache", "--json").out)
-    assert row["pictures"] == 24
+    assert row["items"] == 24
     assert "deleted" in run("cache", "--prune").out
     assert json.loads(run("cache", "--json").out) == []

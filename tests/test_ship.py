@@ -1,10 +1,12 @@
-"""SHIP: the generator against its slow twin, and CoOp on what it makes."""
+"""SHIP: the generator against slow code, and CoOp on real and generated features."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,34 +16,36 @@ from torch import Tensor
 from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
 from selftpt.config import AdaptConfig, LearnConfig
-from selftpt.data.sources import Source, read_folder
+from selftpt.data.cache import NO_CACHE
+from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
 from selftpt.learning import learn_from_features
-from selftpt.methods import METHODS, Job, ship
+from selftpt.methods import METHODS, FitContext, ship
 from selftpt.methods.ship import (
+    SHIP,
     Autoencoder,
-    CoopConfig,
     GeneratorConfig,
-    Settings,
+    ShipConfig,
+    ShipCoopConfig,
     generated_features,
     generator_step,
     initial_autoencoder,
-    learn_generator,
 )
 from selftpt.models.tokenizer import class_tokens, clean_name, end_ids
 from selftpt.prompt import Prompt
 from selftpt.training import RunFiles, source_features
+from tests.family import check_single_steps, raise_error
 from tests.folders import make_photos
 from tests.oracle import plain
 from tests.oracle import ship as slow
 from tests.small import Small, model, relative, small
 
-NAMES = ["cat", "red kite", "bird on the lake"]
+NAMES = ["cat", "red kite", "bird etc."]  # of the last, CLIP joins both full stops in one token
 GENERATOR = GeneratorConfig(epochs=2, batch=2, encoder=7, generator=9, length=3)
-QUICK = Settings(GENERATOR, CoopConfig(epochs=2, lr=0.1, warmup_lr=0.1))
+QUICK = ShipConfig(GENERATOR, ShipCoopConfig(epochs=2, lr=0.1, warmup_lr=0.1))
 
 
-def ids_of(tiny: Small, names: list[str]) -> tuple[tuple[int, ...], ...]:
+def ids_of(tiny: Small, names: list[str]) -> list[list[int]]:
     return end_ids(tiny.model.text.tokenizer, [clean_name(name) for name in names])
 
 
@@ -50,13 +54,13 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def large_autoencoder(tiny: Small) -> Autoencoder:
-    """As at the start, but with weights and biases that matter."""
+    """The initial one with random numbers added, so that all weights and biases matter."""
     first = initial_autoencoder(tiny.model, GENERATOR)
     return Autoencoder(*(t.double() + 0.3 * drawn(*t.shape, seed=i) for i, t in enumerate(first)))
 
 
 @pytest.mark.parametrize("kind", ["vit", "custom-text", "layerscale", "worldwide", "siglip", "coca"])
-def test_losses_and_gradients(kind: str) -> None:
+def test_losses_and_gradients_equal_the_reference(kind: str) -> None:
     tiny = small(kind, torch.float64)
     vae, d = large_autoencoder(tiny), tiny.spec.dimension
     images, noise = F.normalize(drawn(4, d, seed=20), dim=-1), drawn(4, d, seed=21)
@@ -70,19 +74,24 @@ def test_losses_and_gradients(kind: str) -> None:
             assert relative(one, other) < 1e-8, name
 
 
-def test_learning_equals_a_loop_of_plain_steps(tmp_path: Path) -> None:
-    tiny, fast = small("vit", torch.float64), small("vit")
+def autoencoder_of(tensors: Mapping[str, Tensor]) -> Autoencoder:
+    return Autoencoder(*(tensors[name] for name in Autoencoder._fields))
+
+
+def test_training_equals_plain_steps(tmp_path: Path) -> None:
+    tiny = small("vit", torch.float64)
     config = dataclasses.replace(GENERATOR, lr=0.01, warmup_lr=0.005)
-    features, labels = F.normalize(drawn(5, 2, tiny.spec.dimension), dim=-1), torch.tensor([0, 1, 2, 0, 1])
-    files = RunFiles(tmp_path / "g", "", False)
-    found = learn_generator(fast.model, ids_of(fast, NAMES), features.float(), labels, config, files)
+    features, labels = F.normalize(drawn(5, 2, tiny.spec.dimension), dim=-1), torch.tensor([0, 0, 1, 1, 2])
+    memory = FitContext(model(), Source.from_features(features.float(), labels.tolist(), NAMES))
+    training = SHIP.training(memory, ShipConfig(config))
+    found = autoencoder_of(training.run(RunFiles(tmp_path / "g", "", False)))
 
     parameters = [tensor.double() for tensor in initial_autoencoder(tiny.model, config)]
     moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
     number = 0
     for epoch, lr in enumerate((0.005, 0.01)):
         order = torch.randperm(5, generator=torch.Generator().manual_seed(config.seed * 100_003 + epoch))
-        for step in range(2):  # the fifth picture is left over
+        for step in range(2):  # the fifth image is left over
             chosen = order[2 * step : 2 * step + 2]
             generator = ship.seeded(f"noise 1 {epoch} {step}")
             noise = torch.randn(2, tiny.spec.dimension, generator=generator).double()
@@ -98,7 +107,20 @@ def test_learning_equals_a_loop_of_plain_steps(tmp_path: Path) -> None:
     assert [set(line) for line in lines] == [{"epoch", "step", "lr", "reconstruction", "divergence"}] * 4
 
 
-def test_the_start() -> None:
+def test_training_data_is_kept_with_the_generator() -> None:
+    """CoOp needs it for every class list."""
+    features = F.normalize(torch.randn(6, 2, model().dimension), dim=-1)
+    fitted = SHIP.fit(FitContext(model(), Source.from_features(features, [0, 0, 1, 1, 2, 2], NAMES)), QUICK)
+    assert torch.equal(fitted.tensors["features"], features)
+    assert fitted.tensors["labels"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert fitted.data["classes"] == NAMES
+
+
+def test_single_steps_equal_a_run(tmp_path: Path, source: Source) -> None:
+    check_single_steps(SHIP, QUICK, context(tmp_path, source))
+
+
+def test_initial_weights() -> None:
     vae = initial_autoencoder(model(), dataclasses.replace(GENERATOR, encoder=200, generator=300))
     D, d = model().dimension, model().text.width
     assert [tuple(t.shape) for t in vae] == [
@@ -109,8 +131,8 @@ def test_the_start() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_generated_features(chunk: int | None) -> None:
-    """Each name has its own share, unit vectors of z drawn in order, whatever the chunks."""
+def test_generated_features_equal_the_reference(chunk: int | None) -> None:
+    """The same number for each name, L2-normalised, from z drawn in order, for any chunk size."""
     tiny = small("vit", torch.float64)
     vae, config = large_autoencoder(tiny), dataclasses.replace(GENERATOR, chunk=chunk)
     vae = Autoencoder(*(tensor.float() for tensor in vae))
@@ -122,23 +144,23 @@ def test_generated_features(chunk: int | None) -> None:
             assert relative(found[i, j], wanted) < 1e-4
 
 
-def job(folder: Path, source: Source) -> Job:
-    return Job(model(), source, folder / "learned", lambda error: None)
+def context(folder: Path, source: Source) -> FitContext:
+    return FitContext(model(), source, folder / "learned", on_error=raise_error)
 
 
-def classifier(job: Job, names: list[str], settings: Settings = QUICK) -> Classifier:
-    made = METHODS["ship"].fit(job, settings)(names, "a photo of a {}.")
-    assert isinstance(made, Classifier)
-    return made
+def classifier(context: FitContext, names: list[str], config: ShipConfig = QUICK) -> Classifier:
+    found = SHIP.fit(context, config).for_classes(names, "a photo of a {}.").classifier
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return read_folder(make_photos(tmp_path_factory.mktemp("photos")))
+    return Source.from_folder(make_photos(tmp_path_factory.mktemp("photos")))
 
 
 def real(source: Source) -> tuple[Tensor, Tensor]:
-    return source_features(model(), source, GENERATOR, lambda error: None)
+    return source_features(model(), source, GENERATOR, NO_CACHE, raise_error)
 
 
 def coop(names: list[str], features: Tensor, labels: Tensor) -> Prompt:
@@ -148,15 +170,12 @@ def coop(names: list[str], features: Tensor, labels: Tensor) -> Prompt:
 
 
 def test_new_names_are_learned_from_generated_features(source: Source, tmp_path: Path) -> None:
-    """By hand: nine real features, three of each of four new names, one CoOp over all names, asked for some."""
+    """Step by step: nine real features, three for each of four new names, and one CoOp over all names."""
     asked = ["Red  Fox", "wolf", "old bear", "lion", "duck"]
-    found = classifier(job(tmp_path, source), asked)
+    found = classifier(context(tmp_path, source), asked)
     features, labels = real(source)
-    tiny = small("vit")
-    vae = learn_generator(
-        model(), ids_of(tiny, list(source.names)), features, labels, GENERATOR, RunFiles(None, "", False)
-    )
-    made = generated_features(model(), vae, ids_of(tiny, asked[1:]), 3, 2, GENERATOR)
+    vae = autoencoder_of(SHIP.fit(FitContext(model(), source, on_error=raise_error), QUICK).tensors)
+    made = generated_features(model(), vae, ids_of(small("vit"), asked[1:]), 3, 2, GENERATOR)
     assert len(labels) == 9
     everything = torch.cat([features, made]), torch.cat([labels, torch.tensor([3] * 3 + [4] * 3 + [5] * 3 + [6] * 3)])
     prompt = coop([*source.names, *asked[1:]], *everything)
@@ -164,42 +183,49 @@ def test_new_names_are_learned_from_generated_features(source: Source, tmp_path:
     assert found.names == ("Red Fox", "wolf", "old bear", "lion", "duck")
     assert torch.allclose(found.weights, wanted.weights, atol=1e-6)
     fewer = adapt(model(), coop(list(source.names), features, labels), asked, AdaptConfig(steps=0))
-    assert not torch.allclose(found.weights, fewer.weights, atol=1e-4), "what is generated makes no difference"
+    assert not torch.allclose(found.weights, fewer.weights, atol=1e-4), "generated features make no difference"
 
 
 def test_without_new_names_it_is_coop(source: Source, tmp_path: Path) -> None:
-    found = classifier(job(tmp_path, source), ["Kite", "red_fox"])
+    found = classifier(context(tmp_path, source), ["Kite", "red_fox"])
     prompt = coop(list(source.names), *real(source))
     wanted = adapt(model(), prompt, ["kite", "red fox"], AdaptConfig(steps=0))
     assert torch.allclose(found.weights, wanted.weights, atol=1e-6)
 
 
-def test_what_was_learned_is_found_again(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["kite", "wolf"]
-    first = classifier(job(tmp_path, source), asked)
-    others = classifier(job(tmp_path, source), ["kite", "lion"])
-    assert not torch.equal(others.weights[0], first.weights[0]), "the prompt of other names"
-    other = dataclasses.replace(QUICK, coop=CoopConfig(epochs=1))
-    kept = [path.name for path in (tmp_path / "learned").glob("ship-generator-*")]
-    classifier(job(tmp_path, source), asked, other)
-    assert [path.name for path in (tmp_path / "learned").glob("ship-generator-*")] == kept, "learned anew"
-
-    def never(*_: object) -> None:
-        raise AssertionError("it learns again")
-
-    monkeypatch.setattr(ship, "learn_generator", never)
-    monkeypatch.setattr(ship, "learn_from_features", never)
-    assert torch.equal(classifier(job(tmp_path, source), asked).weights, first.weights)
-    monkeypatch.undo()
-    assert torch.equal(classifier(job(tmp_path / "elsewhere", source), asked).weights, first.weights)
-    seeded = dataclasses.replace(QUICK, learn=dataclasses.replace(GENERATOR, seed=2))
-    assert not torch.equal(classifier(job(tmp_path, source), asked, seeded).weights, first.weights)
-
-
-def test_a_killed_generator_goes_on_to_the_same_bits(
+def test_learned_once_for_each_class_list_and_seed(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = classifier(job(tmp_path / "whole", source), ["kite", "wolf"])
+    asked = ["kite", "wolf"]
+    first = classifier(context(tmp_path, source), asked)
+    others = classifier(context(tmp_path, source), ["kite", "lion"])
+    assert not torch.equal(others.weights[0], first.weights[0]), "the prompt of other names"
+    other = dataclasses.replace(QUICK, coop=ShipCoopConfig(epochs=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(FitContext, "features", None)  # it would be called to learn the generator
+        changed = classifier(context(tmp_path, source), asked, other)
+        assert not torch.equal(changed.weights, first.weights), "CoOp with another configuration"
+
+        def never(*_: object) -> None:
+            raise AssertionError("the prompt is learned again")
+
+        patch.setattr(ship, "learn_from_features", never)
+        assert torch.equal(classifier(context(tmp_path, source), asked).weights, first.weights)
+    assert torch.equal(classifier(context(tmp_path / "elsewhere", source), asked).weights, first.weights)
+    seeded = dataclasses.replace(QUICK, learn=dataclasses.replace(GENERATOR, seed=2))
+    assert not torch.equal(classifier(context(tmp_path, source), asked, seeded).weights, first.weights)
+
+
+def test_without_a_folder_no_files_are_written(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    memory = FitContext(model(), source, on_error=raise_error)
+    found = classifier(memory, ["kite", "wolf"])
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(found.weights, classifier(context(tmp_path, source), ["kite", "wolf"]).weights)
+
+
+def test_interrupted_generator_resumes_bitwise(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = classifier(context(tmp_path / "whole", source), ["kite", "wolf"])
     keep = RunFiles.keep
 
     def stop(self: RunFiles, *rest: object) -> None:
@@ -208,10 +234,10 @@ def test_a_killed_generator_goes_on_to_the_same_bits(
 
     monkeypatch.setattr(RunFiles, "keep", stop)
     with pytest.raises(KeyboardInterrupt):
-        classifier(job(tmp_path, source), ["kite", "wolf"])
+        classifier(context(tmp_path, source), ["kite", "wolf"])
     monkeypatch.setattr(RunFiles, "keep", keep)
     assert list((tmp_path / "learned").glob("*.checkpoint"))
-    assert torch.equal(classifier(job(tmp_path, source), ["kite", "wolf"]).weights, first.weights)
+    assert torch.equal(classifier(context(tmp_path, source), ["kite", "wolf"]).weights, first.weights)
     assert not list((tmp_path / "learned").glob("*.checkpoint"))
 
 
@@ -220,28 +246,36 @@ def test_a_killed_generator_goes_on_to_the_same_bits(
     [
         (GeneratorConfig, {"encoder": 0}),
         (GeneratorConfig, {"generator": -1}),
+        (GeneratorConfig, {"generator": 9.5}),
         (GeneratorConfig, {"epochs": 0}),
-        (CoopConfig, {"epochs": 0}),
-        (CoopConfig, {"momentum": 1.0}),
+        (ShipCoopConfig, {"epochs": 0}),
+        (ShipCoopConfig, {"momentum": 1.0}),
+        (ShipCoopConfig, {"lr": "0.1"}),
+        (ShipConfig, {"coop": GENERATOR}),
     ],
 )
-def test_wrong_settings_are_refused(kind: type, wrong: dict[str, float]) -> None:
-    with pytest.raises(SelfTPTError):
+def test_wrong_configuration_is_refused(kind: type, wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match=f"{kind.__name__}.{next(iter(wrong))} must be"):
         kind(**wrong)
 
 
 @pytest.mark.parametrize("names", [["cat"], ["cat", ""], "cat"])
 def test_wrong_names_are_refused_before_coop_learns(names: list[str], source: Source, tmp_path: Path) -> None:
     with pytest.raises(SelfTPTError):
-        classifier(job(tmp_path, source), names)
+        classifier(context(tmp_path, source), names)
     assert not list((tmp_path / "learned").glob("ship-prompt*"))
 
 
-def test_the_oracle_has_the_bias_on_every_vector() -> None:
-    """A zero generator leaves the prompt as it is; a bias moves all its vectors alike."""
+def test_bias_is_added_to_every_prompt_vector() -> None:
     tiny = small("vit", torch.float64)
     vae = large_autoencoder(tiny)
     still = vae._replace(shift=torch.zeros_like(vae.shift), shift_bias=torch.ones_like(vae.shift_bias))
     wanted = plain.encode(tiny, "end", ["cat"], vae.context + 1)[0]
     z = torch.zeros(1, tiny.spec.dimension).double()
     assert relative(still.generate(tiny.model, z, ids_of(tiny, ["cat"]))[0], slow.unit(wanted)) < 1e-9
+
+
+def test_table_has_the_method() -> None:
+    assert METHODS["ship"] is SHIP
+    assert SHIP.seeded(7).learn.seed == 7
+    assert SHIP.cost(SHIP.config) == "1 view"

@@ -1,9 +1,9 @@
-"""SwapPrompt: its loss, its gradient and its steps, against the slow ones."""
+"""SwapPrompt: its loss, its gradient and its steps against slow code."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from selftpt import SelfTPTError
 from selftpt.config import ContrastConfig
-from selftpt.data.features import ViewSpec
-from selftpt.methods import METHODS, Job
-from selftpt.methods.swapprompt import Settings, objective, pseudo_labels, tune
+from selftpt.data.views import ViewSpec
+from selftpt.methods import METHODS, FitContext, Predictor
+from selftpt.methods.swapprompt import SWAPPROMPT, SwapPromptConfig, objective, pseudo_labels, tune
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
@@ -25,7 +25,7 @@ from tests.oracle import plain
 from tests.oracle import swapprompt as oracle
 from tests.small import Small, model, random_prompt, relative, small
 
-NAMES = ("red fox", "blue whale", "kite")
+NAMES = ("red fox", "blue whale", "kite etc.")  # of the last, CLIP joins both full stops in one token
 TEMPLATE = "a photo of a {}."
 
 
@@ -41,7 +41,7 @@ def encoder_of(tiny: Small, length: int, chunk: int | None = None) -> TextEncode
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 30), classes=st.integers(2, 4), shots=st.integers(1, 5))
-def test_pseudo_labels(seed: int, count: int, classes: int, shots: int) -> None:
+def test_pseudo_labels_equal_the_reference(seed: int, count: int, classes: int, shots: int) -> None:
     probabilities = (3 * draw(seed, count, classes)).softmax(-1)
     assert pseudo_labels(probabilities, shots).tolist() == oracle.assignments(probabilities.tolist(), shots)
     assert pseudo_labels(probabilities, None).tolist() == probabilities.argmax(-1).tolist()
@@ -50,16 +50,16 @@ def test_pseudo_labels(seed: int, count: int, classes: int, shots: int) -> None:
 @pytest.mark.parametrize("kind", ["vit", "custom-text", "worldwide", "coca"])
 @pytest.mark.parametrize("labels", [[1, -1, 2], [-1, -1, -1]], ids=["some", "none"])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_the_loss_and_its_gradient(kind: str, labels: list[int], chunk: int | None) -> None:
+def test_loss_and_gradient_equal_the_reference(kind: str, labels: list[int], chunk: int | None) -> None:
     tiny = small(kind, torch.float64)
     online, target = random_prompt(tiny, 3, 0), random_prompt(tiny, 3, 1)
     pairs = draw(2, 3, 2, tiny.model.dimension)
-    chosen, scale = Settings(swap=0.7, pseudo=1.3), tiny.model.scale
+    chosen, scale = SwapPromptConfig(swap=0.7, pseudo=1.3), tiny.model.scale
     encoder = encoder_of(tiny, 3, chunk)
     with torch.no_grad():
-        taught = encoder(target)[0]
+        targets = encoder(target)[0]
     loss, (gradient,) = prompt_gradient(
-        encoder, online, lambda f: objective(f[0], taught, pairs, torch.tensor(labels), scale, chosen)
+        encoder, online, lambda f: objective(f[0], targets, pairs, torch.tensor(labels), scale, chosen)
     )
     p = online.clone().requires_grad_()
     slow = oracle.loss(tiny, NAMES, p, target, pairs, labels, 1 / scale, (0.7, 1.3))
@@ -67,9 +67,9 @@ def test_the_loss_and_its_gradient(kind: str, labels: list[int], chunk: int | No
     assert relative(gradient, torch.autograd.grad(slow, p)[0]) < 1e-7
 
 
-def test_tuning_equals_a_loop_of_plain_steps() -> None:
+def test_tuning_equals_plain_steps() -> None:
     """The target follows the online prompt after every step; each epoch takes the next pair; SGD written out."""
-    chosen = Settings(
+    chosen = SwapPromptConfig(
         epochs=3, batch=3, crops=4, length=2, words="photo of", lr=0.05, warmup_lr=0.02, decay=0.6, seed=5
     )
     tiny = small("vit", torch.float64)
@@ -100,46 +100,76 @@ def test_tuning_equals_a_loop_of_plain_steps() -> None:
     assert (online - start).norm() > 1e-2
 
 
-def test_the_method(tmp_path: Path) -> None:
-    """Zero-shot labels of the pictures, tuning on their crops, and the pictures again; nothing stays of a call."""
-    method, tiny = METHODS["swapprompt"], small("vit")
-    assert method.whole
-    chosen = Settings(epochs=2, crops=2, batch=4, shots=1, lr=0.05, warmup_lr=0.05, length=2, words="photo of")
-    shown = draw(0, 9, 3, tiny.model.dimension, dtype=torch.float32)
-    predictor = method.fit(Job(tiny.model, None, tmp_path, print), chosen)(NAMES, TEMPLATE)
-    found = predictor(shown)
-    assert torch.equal(predictor(shown), found)
+def predictor_of(config: SwapPromptConfig, names: tuple[str, ...] = NAMES) -> Predictor:
+    return SWAPPROMPT.fit(FitContext(model()), config).for_classes(names, TEMPLATE)
+
+
+SHORT = SwapPromptConfig(epochs=2, crops=2, batch=4, shots=1, lr=0.05, warmup_lr=0.05, length=2, words="photo of")
+
+
+def test_predictor_tunes_on_zero_shot_labels() -> None:
+    """Zero-shot labels of the images, tuning on their crops, then the images again; a call leaves no state."""
+    tiny = small("vit")
+    views = draw(0, 9, 3, tiny.model.dimension, dtype=torch.float32)
+    predictor = predictor_of(SHORT)
+    found = predictor(views)
+    assert torch.equal(predictor(views), found)
     zero_shot = plain.probabilities(
-        shown[:, 0], plain.encode(tiny, "hand", NAMES, torch.empty(0), TEMPLATE), 1 / tiny.model.scale
+        views[:, 0], plain.encode(tiny, "hand", NAMES, torch.empty(0), TEMPLATE), 1 / tiny.model.scale
     )
     labels = torch.tensor(oracle.assignments(zero_shot.tolist(), 1))
-    prompt = tune(tiny.model, encoder_of(tiny, 2), shown[:, None, 1:], labels, chosen)
-    wanted = plain.probabilities(shown[:, 0], plain.encode(tiny, "end", NAMES, prompt), 1 / tiny.model.scale)
+    prompt = tune(tiny.model, encoder_of(tiny, 2), views[:, None, 1:], labels, SHORT)
+    wanted = plain.probabilities(views[:, 0], plain.encode(tiny, "end", NAMES, prompt), 1 / tiny.model.scale)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert not torch.allclose(found, zero_shot, atol=1e-2)
-    other = method.fit(Job(tiny.model, None, tmp_path, print), replace(chosen, seed=2))(NAMES, TEMPLATE)
-    assert not torch.allclose(other(shown), found, atol=1e-5)
-    assert method.looks(Settings()) == [ViewSpec(), ViewSpec(4, 0)]
+    assert not torch.allclose(predictor_of(replace(SHORT, seed=2))(views), found, atol=1e-5)
 
 
-def test_a_long_list_in_chunks_is_tuned_the_same() -> None:
+@pytest.mark.parametrize("sizes", [[9], [1, 8], [4, 4, 1], [1] * 9])
+def test_blocks_of_any_sizes_equal_one_block(sizes: list[int]) -> None:
+    views, predictor = draw(0, 9, 3, model().dimension, dtype=torch.float32), predictor_of(SHORT)
+    assert torch.equal(predictor.function(iter(views.split(sizes))), predictor(views))
+
+
+def test_views_and_cost_follow_from_the_configuration() -> None:
+    assert METHODS["swapprompt"] is SWAPPROMPT
+    assert SWAPPROMPT.transductive
+    assert SWAPPROMPT.views(SwapPromptConfig()) == [ViewSpec(), ViewSpec(4, 0)]
+    assert SWAPPROMPT.views(SwapPromptConfig(max_megapixels=5)) == [
+        ViewSpec(max_megapixels=5),
+        ViewSpec(4, 0, max_megapixels=5),
+    ]
+    assert SWAPPROMPT.cost(SwapPromptConfig()) == "5 views, tuning"
+    assert SWAPPROMPT.cost(SwapPromptConfig(crops=8)) == "9 views, tuning"
+
+
+def test_class_list_in_chunks_is_tuned_the_same() -> None:
     crops, labels = draw(1, 6, 1, 2, model().dimension, dtype=torch.float32), torch.tensor([0, 1, 2, -1, -1, -1])
-    chosen = Settings(epochs=2, batch=3, crops=2, lr=0.05, warmup_lr=0.05)
+    chosen = SwapPromptConfig(epochs=2, batch=3, crops=2, lr=0.05, warmup_lr=0.05)
     whole, parts = (tune(model(), encoder_of(small("vit"), 4, c), crops, labels, chosen) for c in (None, 1))
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
 
 
-def test_two_classes(tmp_path: Path) -> None:
-    chosen = Settings(epochs=1, crops=2)
-    predictor = METHODS["swapprompt"].fit(Job(model(), None, tmp_path, print), chosen)(NAMES[:2], TEMPLATE)
+def test_two_classes() -> None:
+    predictor = predictor_of(SwapPromptConfig(epochs=1, crops=2), NAMES[:2])
     found = predictor(draw(0, 3, 3, model().dimension, dtype=torch.float32))
     assert found.shape == (3, 2)
     torch.testing.assert_close(found.sum(-1), torch.ones(3))
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"crops": 3}, {"crops": None}, {"decay": 1.0}, {"swap": 0, "pseudo": 0}, {"swap": -1}, {"epochs": 0}]
+    ("wrong", "message"),
+    [
+        ({"crops": 3}, "crops must be an even number"),
+        ({"crops": None}, "crops must be an even number"),
+        ({"crops": 4.5}, "SwapPromptConfig.crops must be"),
+        ({"decay": 1.0}, "SwapPromptConfig.decay must be"),
+        ({"swap": 0, "pseudo": 0}, "both losses have weight 0"),
+        ({"swap": -1}, "SwapPromptConfig.swap must be"),
+        ({"pseudo": "1"}, "SwapPromptConfig.pseudo must be"),
+        ({"epochs": 0}, "SwapPromptConfig.epochs must be"),
+    ],
 )
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(SelfTPTError):
-        Settings(**wrong)  # type: ignore[arg-type]
+def test_wrong_configuration_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(SelfTPTError, match=message):
+        SwapPromptConfig(**wrong)

@@ -573,7 +573,7 @@ def test_a_last_line_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
         (json.dumps(THREE_SEEDS[0] | {"results": None}), "results is not an object"),
         (json.dumps(THREE_SEEDS[0] | {"model": {"name": "x"}}), "no model.digest"),
         (json.dumps(THREE_SEEDS[0] | {"protocol": "few-shot"}), "unknown protocol 'few-shot'"),
-        (json.dumps(record("clip", "dtd", float("nan"))), "NaN is not a number"),
+        (json.dumps(record("clip", "dtd", float("nan"))), "NaN is not a finite number"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:

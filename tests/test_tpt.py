@@ -1,4 +1,4 @@
-"""TPT and C-TPT are what their papers say, and do per picture no more than they must."""
+"""TPT and C-TPT against slow code, and the work that they do for each image."""
 
 from __future__ import annotations
 
@@ -12,42 +12,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from selftpt.classifier import confident_views, merge_views
 from selftpt.config import LearnConfig
-from selftpt.data.sources import read_folder
+from selftpt.data.sources import Source
+from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.errors import SelfTPTError
-from selftpt.methods import METHODS, Job, c_tpt, tpt
-from selftpt.methods.c_tpt import dispersion
-from selftpt.methods.tpt import Tuner, mean_entropy, most_confident
+from selftpt.methods import METHODS, FitContext
+from selftpt.methods.c_tpt import C_TPT, CTptConfig, dispersion
+from selftpt.methods.coop import CoopTrainConfig
+from selftpt.methods.tda import CONFIDENT, merge
+from selftpt.methods.tpt import TPT, CoopTptConfig, TptConfig, Tuner, mean_entropy, most_confident
+from tests.family import raise_error
 from tests.folders import make_photos
 from tests.oracle import tpt as oracle
 from tests.small import Small, model, relative, small
 
-NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat on the lake"]
+NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
 WORDS = "a photo of a"
 
 
-def views_of(small: Small, pictures: int = 1, views: int = 12, seed: int = 0) -> Tensor:
-    """Unit features [N, V, D]: a picture, and others near it."""
+def views_of(small: Small, count: int = 1, views: int = 12, seed: int = 0) -> Tensor:
+    """L2-normalised features [N, V, D] that resemble views of one image each."""
     generator = torch.Generator().manual_seed(seed)
-    middle = torch.randn(pictures, 1, small.spec.dimension, generator=generator)
-    shown = middle + torch.randn(pictures, views, small.spec.dimension, generator=generator)
+    middle = torch.randn(count, 1, small.spec.dimension, generator=generator)
+    shown = middle + torch.randn(count, views, small.spec.dimension, generator=generator)
     return F.normalize(shown.to(small.embedding.dtype), dim=-1)
 
 
 def tuner_of(small: Small, names: list[str] = NAMES, spread: float | None = None, **more: Any) -> Tuner:
-    """TPT's predictor, or C-TPT's if there is a weight of dispersion."""
-    job = Job(small.model, None, Path("unused"), print)
+    """TPT's predictor, or C-TPT's if there is a weight of the dispersion."""
+    context, more = FitContext(small.model), {"confident": 0.3} | more
     if spread is None:
-        fitted = tpt.fit(job, tpt.Settings(**{"confident": 0.3} | more))
+        fitted = TPT.fit(context, TptConfig(**more))
     else:
-        fitted = c_tpt.fit(job, c_tpt.Settings(**{"confident": 0.3, "dispersion": spread} | more))
-    predictor = fitted(names, "unused {}")
-    assert isinstance(predictor, Tuner)
-    return predictor
+        fitted = C_TPT.fit(context, CTptConfig(dispersion=spread, **more))
+    tuner = fitted.for_classes(names).function
+    assert isinstance(tuner, Tuner)
+    return tuner
 
 
 def check(small: Small, names: list[str] = NAMES, spread: float | None = None, **more: Any) -> None:
-    """Loss, first gradient, prompt and probabilities against the oracle's, whole and in chunks."""
+    """Loss, first gradient, prompt and probabilities equal the oracle's, with and without chunks."""
     (views,) = views_of(small)
     begin = small.embedding[torch.tensor(small.encode(WORDS))]
     tau = 1 / small.model.scale
@@ -64,40 +69,56 @@ def check(small: Small, names: list[str] = NAMES, spread: float | None = None, *
 
 @pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "custom-text", "qk-norm", "worldwide", "siglip"])
 @pytest.mark.parametrize("spread", [None, 50.0])
-def test_one_step(kind: str, spread: float | None) -> None:
+def test_one_step_equals_the_reference(kind: str, spread: float | None) -> None:
     check(small(kind, torch.float64), spread=spread)
 
 
 @pytest.mark.parametrize("spread", [None, 2.0])
-def test_several_steps(spread: float | None) -> None:
+def test_several_steps_equal_the_reference(spread: float | None) -> None:
     check(small("vit", torch.float64), spread=spread, steps=3)
 
 
-def test_two_classes() -> None:
+def test_two_classes_equal_the_reference() -> None:
     check(small("vit", torch.float64), names=NAMES[1:3])
 
 
-def test_float32() -> None:
+def test_float32_is_close_to_float64() -> None:
     """The first step of Adam is the sign of the gradient, whatever its size: where that is near 0, signs may differ."""
     exact, found = small("vit", torch.float64), small("vit")
-    shown = views_of(exact, pictures=3)
-    torch.testing.assert_close(tuner_of(found)(shown.float()).double(), tuner_of(exact)(shown), rtol=0, atol=1e-4)
+    views = views_of(exact, count=3)
+    torch.testing.assert_close(tuner_of(found)(views.float()).double(), tuner_of(exact)(views), rtol=0, atol=1e-4)
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.floats(0.05, 1), st.integers(0, 10**6))
-def test_views_and_loss(views: int, classes: int, share: float, seed: int) -> None:
+def test_selection_and_loss_equal_the_reference(views: int, classes: int, share: float, seed: int) -> None:
     logits = 3 * torch.randn(views, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     assert most_confident(logits, share).tolist() == oracle.confident(oracle.softmax(logits), share)
     assert mean_entropy(logits).item() == pytest.approx(oracle.mean_entropy(oracle.softmax(logits)).item(), rel=1e-9)
 
 
-def test_a_tenth_of_64_views_is_six() -> None:
+@pytest.mark.parametrize(
+    ("ratio", "views", "kept"), [(0.1, 64, 6), (0.3, 12, 3), (0.3, 9, 2), (0.1, 9, 1), (0.29, 100, 28), (1.0, 5, 5)]
+)
+def test_every_method_keeps_int_of_ratio_times_views(ratio: float, views: int, kept: int) -> None:
+    """At least one, and never rounded up, as in TPT's code."""
+    logits = torch.randn(views, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    probabilities = logits.softmax(-1)
+    chosen = oracle.confident(probabilities, ratio)
+    assert len(chosen) == kept
+    assert confident_views(probabilities, ratio).tolist() == chosen
+    assert most_confident(logits, ratio).tolist() == chosen
+    torch.testing.assert_close(merge_views(probabilities, ratio), probabilities[chosen].mean(0))
+    if ratio == CONFIDENT:  # with one-hot class vectors, the logits are the features
+        torch.testing.assert_close(merge(logits[None], torch.eye(5).double(), 1.0).logits[0], logits[chosen].mean(0))
+
+
+def test_default_keeps_six_of_64_views() -> None:
     logits = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
-    assert len(most_confident(logits, tpt.Settings().confident)) == 6
+    assert len(most_confident(logits, TptConfig().confident)) == 6
 
 
-def test_surest_of_all_is_finite() -> None:
-    """Probabilities that are 0 in float32 count nothing."""
+def test_loss_of_certain_views_is_finite() -> None:
+    """Probabilities that are 0 in float32 contribute nothing."""
     logits = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, -1e4]], requires_grad=True)
     loss = mean_entropy(logits)
     loss.backward()
@@ -107,7 +128,7 @@ def test_surest_of_all_is_finite() -> None:
 
 
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(0, 10**6))
-def test_dispersion(classes: int, width: int, seed: int) -> None:
+def test_dispersion_equals_the_reference(classes: int, width: int, seed: int) -> None:
     vectors = torch.randn(classes, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     found = dispersion(F.normalize(vectors, dim=-1))
     assert found.item() == pytest.approx(oracle.dispersion(vectors).item(), rel=1e-9, abs=1e-12)
@@ -125,59 +146,73 @@ def test_c_tpt_moves_class_vectors_apart() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:equal class names")
-def test_classes_that_are_one_have_no_direction_to_part() -> None:
+def test_equal_classes_stay_equal() -> None:
     tiny = small("vit")
     answer = tuner_of(tiny, ["cat", "Cat"], spread=50.0)(views_of(tiny))
     torch.testing.assert_close(answer, torch.full((1, 2), 0.5))
 
 
-@pytest.mark.parametrize(("chunk", "walks"), [(None, 1), (2, 1 + 3)])
-def test_work_for_a_picture(chunk: int | None, walks: int) -> None:
-    """A walk for the answer; the first step walks again only where no graph is kept, here in three chunks."""
+@pytest.mark.parametrize(("chunk", "forwards"), [(None, 1), (2, 1 + 3)])
+def test_text_forward_passes_per_image(chunk: int | None, forwards: int) -> None:
+    """One for the answer; the first step needs its own only if no graph is kept, here in three chunks."""
     tiny = small("vit")
     tuner, done = tuner_of(tiny, chunk=chunk), []
     tuner.encoder.on_forward = lambda: done.append(1)
-    tuner(views_of(tiny, pictures=4))
-    assert len(done) == 4 * walks
+    tuner(views_of(tiny, count=4))
+    assert len(done) == 4 * forwards
 
 
-def test_coop_and_tpt(tmp_path: Path) -> None:
-    """TPT starts from the prompt that CoOp learned, of which there is one file."""
-    source = read_folder(make_photos(tmp_path / "photos", each=2))
-    shown = views_of(small("vit"), pictures=3)
-    answers = {}
-    for name in ("coop", "coop+tpt"):
-        method = METHODS[name]
-        job = Job(model(), source, tmp_path / "learned", print)
-        more = {} if name == "coop" else {"steps": 0}
-        settings = type(method.settings)(learn=LearnConfig(epochs=2, cpt=0, gm=0), **more)
-        answers[name] = method.fit(job, settings)(NAMES, "unused {}")(shown[:, :1])
-    torch.testing.assert_close(answers["coop"], answers["coop+tpt"], rtol=0, atol=1e-6)
+def test_coop_tpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
+    """The prompt is learned once for both methods, in one file."""
+    source = Source.from_folder(make_photos(tmp_path / "photos", each=2))
+    context = FitContext(model(), source, tmp_path / "learned", on_error=raise_error)
+    image = views_of(small("vit"), count=3)[:, :1]
+    coop, coop_tpt = METHODS["coop"], METHODS["coop+tpt"]
+    wanted = coop.fit(context, type(coop.config)(CoopTrainConfig(epochs=2))).for_classes(NAMES)(image)
+    start = CoopTptConfig(steps=0, learn=LearnConfig(epochs=2, cpt=0, gm=0))
+    torch.testing.assert_close(coop_tpt.fit(context, start).for_classes(NAMES)(image), wanted, rtol=0, atol=1e-6)
     assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 1
-    assert METHODS["coop"].settings.learn == METHODS["coop+tpt"].settings.learn
+    assert coop.train_config(context, coop.config) == coop_tpt.train_config(context, coop_tpt.config)
 
 
-def test_what_it_looks_at() -> None:
-    looks = {tuple(METHODS[name].looks(METHODS[name].settings)) for name in ("tpt", "coop+tpt", "c-tpt", "self-tpt-v")}
-    assert len(looks) == 1
-    assert [look.views for look in tpt.looks(tpt.Settings(views=1))] == [1]
+def test_methods_of_64_views_share_them() -> None:
+    specs = {tuple(METHODS[name].views(METHODS[name].config)) for name in ("tpt", "coop+tpt", "c-tpt", "self-tpt-v")}
+    assert specs == {tuple(image_and_crops(64))} == {(ViewSpec(), ViewSpec(63, 0))}
+    assert TPT.views(TptConfig(views=1)) == [ViewSpec()]
+    assert TPT.views(TptConfig(views=8, augmix=True)) == [ViewSpec(), ViewSpec(7, 0, augmix=True)]
+
+
+@pytest.mark.parametrize(("method", "kind"), [("tpt", TptConfig), ("c-tpt", CTptConfig), ("coop+tpt", CoopTptConfig)])
+def test_cost_follows_from_the_configuration(method: str, kind: type) -> None:
+    assert METHODS[method].cost(METHODS[method].config) == "64 views, 1 step"
+    assert METHODS[method].cost(kind(views=8, steps=2)) == "8 views, 2 steps"
+    assert METHODS[method].cost(kind(views=1, steps=0)) == "1 view, 0 steps"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "wrong",
     [
-        ({"views": 0}, "views"),
-        ({"confident": 0.0}, "confident"),
-        ({"confident": 1.5}, "confident"),
-        ({"steps": -1}, "steps"),
-        ({"lr": 0.0}, "lr"),
-        ({"weight_decay": -1.0}, "weight_decay"),
-        ({"chunk": 0}, "chunk"),
-        ({"words": " "}, "words"),
-        ({"dispersion": -1.0}, "dispersion"),
-        ({"dispersion": float("nan")}, "dispersion"),
+        {"views": 0},
+        {"views": 8.5},
+        {"views": True},
+        {"augmix": 1},
+        {"confident": 0.0},
+        {"confident": 1.5},
+        {"confident": "0.1"},
+        {"steps": -1},
+        {"lr": 0.0},
+        {"weight_decay": -1.0},
+        {"chunk": 0},
+        {"words": 4},
+        {"dispersion": -1.0},
+        {"dispersion": float("nan")},
     ],
 )
-def test_senseless_settings(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(SelfTPTError, match=words):
-        c_tpt.Settings(**change)
+def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match=f"CTptConfig.{next(iter(wrong))} must be"):
+        CTptConfig(**wrong)
+
+
+def test_prompt_without_words_is_refused() -> None:
+    with pytest.raises(SelfTPTError, match="words are what the prompt starts from"):
+        CTptConfig(words=" ")

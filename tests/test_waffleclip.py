@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,39 +12,42 @@ from hypothesis import strategies as st
 
 from selftpt.classifier import Classifier
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.methods import METHODS, Job
-from selftpt.methods.waffleclip import CHARACTERS, Settings, draw, vocabulary
+from selftpt.methods import METHODS, FitContext
+from selftpt.methods.waffleclip import CHARACTERS, WAFFLECLIP, WaffleClipConfig, draw, vocabulary
 from tests.oracle import described
 from tests.small import Small, name_of, relative, small
 
 NAMES = ["cat", "red kite", "bird on the lake"]
 
 
-def classifier(small: Small, names: list[str] = NAMES, **settings: int) -> Classifier:
-    job = Job(small.model, None, Path("nowhere"), lambda error: None)
-    made = METHODS["waffleclip"].fit(job, Settings(**settings))(names, "a photo of a {}.")
-    assert isinstance(made, Classifier)
-    return made
+def classifier(small: Small, names: list[str] = NAMES, **config: int) -> Classifier:
+    fitted = WAFFLECLIP.fit(FitContext(small.model), WaffleClipConfig(**config))
+    found = fitted.for_classes(names, "a photo of a {}.").classifier
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip"])
-def test_it_is_the_mean_of_cosines(kind: str) -> None:
+@pytest.mark.parametrize("names", [NAMES, ["cat", "red_kite", "bird_on_the lake etc."]], ids=["plain", "raw"])
+def test_logits_are_mean_cosines_of_the_sentences(kind: str, names: list[str]) -> None:
+    """The sentences have clean names; name and descriptor are tokenised together, as CLIP does."""
     tiny = small(kind, torch.float64)
     drawn = torch.randn(2, tiny.spec.dimension, generator=torch.Generator().manual_seed(0))
-    pictures = F.normalize(drawn.double(), dim=-1)
-    found = classifier(tiny, pairs=3)(pictures[:, None])
-    sentences = [f"A photo of a {{}}, {described.clause(one)}." for one in draw(NAMES, 3, 1)]
-    wanted = described.probabilities(tiny, pictures, NAMES, [sentences] * 3, tiny.model.scale)
+    images = F.normalize(drawn.double(), dim=-1)
+    found = classifier(tiny, names, pairs=3)(images[:, None])
+    sentences = [f"A photo of a {{}}, {described.clause(one)}." for one in draw(names, 3, 1)]
+    clean = [name.replace("_", " ") for name in names]
+    wanted = described.probabilities(tiny, images, clean, [sentences] * 3, tiny.model.scale)
     assert relative(found, wanted) < 1e-9
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.lists(st.text("abcdef", min_size=1), min_size=1, max_size=6).map(" ".join), min_size=2, max_size=9),
+    st.lists(st.lists(st.text("abc_", min_size=1), min_size=1, max_size=6).map(" ".join), min_size=2, max_size=9),
     st.integers(1, 4),
     st.integers(0, 9),
 )
-def test_what_is_drawn_is_as_long_as_the_names(names: list[str], pairs: int, seed: int) -> None:
+def test_drawn_words_are_as_many_and_as_long_as_the_names(names: list[str], pairs: int, seed: int) -> None:
     words, letters, groups, characters = described.sizes(names)
     drawn = draw(names, pairs, seed)
     assert len(drawn) == 2 * pairs
@@ -57,30 +60,44 @@ def test_what_is_drawn_is_as_long_as_the_names(names: list[str], pairs: int, see
     assert draw(names, pairs, seed + 10) != drawn or len("".join(drawn)) < 9
 
 
-def test_words_are_whole_and_many() -> None:
+def test_name_with_underscores_counts_as_one_word() -> None:
+    """The names are counted as they were given, as in the authors' code, not after `_` became a space."""
+    raw, clean = ["river_boat", "red_kite_bird"], ["river boat", "red kite bird"]
+    assert described.sizes(raw) != described.sizes(clean)
+    for drawn, words, groups in ((draw(raw, 5, 1), 1, 1), (draw(clean, 5, 1), 2, 3)):
+        assert {len(text.split()) for text in drawn[::2]} == {words}
+        assert {len(noise.split(", ")) for noise in drawn[1::2]} == {groups}
+    found, cleaned = (classifier(small("vit"), names) for names in (raw, clean))
+    assert found.names == cleaned.names == tuple(clean)
+    assert not torch.allclose(found.weights, cleaned.weights, atol=1e-3)
+
+
+def test_vocabulary_has_many_whole_words() -> None:
     words = vocabulary()
     assert {"photo", "striped", "wooden"} <= set(words)
     assert len(words) == len(set(words)) > 10_000
     assert all(word.isalpha() and len(word) >= 4 for word in words)
 
 
-def test_the_seed_is_the_repetition() -> None:
+def test_seed_determines_what_is_drawn() -> None:
     tiny = small("vit")
     first = classifier(tiny)
     assert torch.equal(first.weights, classifier(tiny).weights)
     assert not torch.allclose(first.weights, classifier(tiny, seed=2).weights, atol=1e-3)
-    assert METHODS["waffleclip"].draws
-    assert METHODS["waffleclip"].seeded(7) == Settings(seed=7)
+    assert WAFFLECLIP.stochastic
+    assert WAFFLECLIP.seeded(7) == WaffleClipConfig(seed=7)
+    assert METHODS["waffleclip"] is WAFFLECLIP
+    assert WAFFLECLIP.cost(WaffleClipConfig()) == "1 view"
 
 
-def test_two_names_of_the_same_words_have_the_same_sentences() -> None:
+def test_names_with_the_same_words_have_the_same_sentences() -> None:
     with pytest.warns(SelfTPTWarning, match="equal class names: red kite"):
         a, b, _ = classifier(small("vit"), ["red kite", "red_kite", "Cat"]).weights
     assert torch.equal(a, b)
 
 
-def test_names_that_leave_little_room() -> None:
-    """In 32 positions, the sentences of long names lose their end; names that do not fit at all are refused."""
+def test_sentences_of_long_names_lose_their_end() -> None:
+    """In 32 positions; names that do not fit at all are refused."""
     tiny = small("layerscale")
     with pytest.warns(SelfTPTWarning, match="sentences lose their end"):
         classifier(tiny, [name_of(20), "cat"])
@@ -88,13 +105,21 @@ def test_names_that_leave_little_room() -> None:
         classifier(tiny, [name_of(40), "cat"])
 
 
-@pytest.mark.parametrize("wrong", [{"pairs": 0}, {"seed": -1}])
-def test_wrong_settings_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(SelfTPTError):
-        Settings(**wrong)
+@pytest.mark.parametrize("wrong", [{"pairs": 0}, {"pairs": 1.5}, {"seed": -1}, {"seed": None}])
+def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match=f"WaffleClipConfig.{next(iter(wrong))} must be"):
+        WaffleClipConfig(**wrong)
 
 
-@pytest.mark.parametrize("names", [["cat", ""], ["cat"], []])
-def test_wrong_names_are_refused(names: list[str]) -> None:
-    with pytest.raises(SelfTPTError):
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["cat", ""], "class name 2 of 2 is empty"),
+        (["cat", " "], "class name 2 of 2 is empty"),
+        (["cat"], "only one class name"),
+        ([], "no class names"),
+    ],
+)
+def test_wrong_names_are_refused(names: list[str], message: str) -> None:
+    with pytest.raises(SelfTPTError, match=message):
         classifier(small("vit"), names)

@@ -1,20 +1,22 @@
-"""ZERO: the fast vote and the slow one."""
+"""ZERO: the vote of many images at once against slow code for each, and how ties are broken."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from selftpt import SelfTPTError
 from selftpt.adaptation import zero_shot
-from selftpt.methods import METHODS, Job
-from selftpt.methods.views import confident_views, entropy, views_of
-from selftpt.methods.zero import Settings, vote
+from selftpt.classifier import confident_views, entropy
+from selftpt.data.views import ViewSpec, image_and_crops
+from selftpt.methods import METHODS, FitContext
+from selftpt.methods.zero import ZERO, ZeroConfig, vote
 from tests.oracle import zero as oracle
 from tests.small import model
 
@@ -34,12 +36,12 @@ def draw(seed: int, *shape: int, sharp: float = 3.0) -> Tensor:
     classes=st.integers(2, 6),
     confident=st.sampled_from([0.1, 0.3, 0.5, 1.0]),
 )
-def test_the_vote(seed: int, views: int, classes: int, confident: float) -> None:
+def test_vote_equals_the_reference(seed: int, views: int, classes: int, confident: float) -> None:
     probabilities = draw(seed, 4, views, classes)
     found = vote(probabilities, confident)
     assert torch.allclose(found.sum(-1), torch.ones(4))
-    for row, picture in zip(found, probabilities.tolist(), strict=True):
-        winner, votes = oracle.predict(picture, confident)
+    for row, views_of_image in zip(found, probabilities.tolist(), strict=True):
+        winner, votes = oracle.predict(views_of_image, confident)
         votes[winner] += votes.count(max(votes)) > 1
         assert row.argmax() == winner
         torch.testing.assert_close(row, torch.tensor(votes) / sum(votes))
@@ -53,42 +55,64 @@ def sure(label: int, certainty: float) -> list[float]:
 @pytest.mark.parametrize(
     ("rest", "winner"),
     [
-        ([sure(1, 0.5), sure(0, 0.6)], 1),  # the first of them, though it is less sure
-        ([sure(2, 0.5), sure(1, 0.6)], 1),  # the first that is for a tied class
-        ([[0.2, 0.3, 0.5], sure(2, 0.6)], 1),  # none is: what the first of them says of the tied ones
+        ([sure(1, 0.5), sure(0, 0.6)], 0),  # the more confident one decides, though it comes later
+        ([sure(1, 0.6), sure(0, 0.5)], 1),
+        ([sure(2, 0.6), sure(1, 0.5)], 1),  # the first whose class is tied
+        ([sure(1, 0.5), sure(2, 0.6)], 1),
+        ([[0.2, 0.3, 0.5], [0.3, 0.1, 0.6]], 0),  # no class is tied: the probabilities of the most confident one
+        ([[0.3, 0.1, 0.6], [0.2, 0.3, 0.5]], 0),
     ],
 )
-def test_ties_are_broken_by_those_that_come_after(rest: list[list[float]], winner: int) -> None:
-    probabilities = torch.tensor([[sure(0, 0.9), sure(1, 0.9), *rest]])
+@pytest.mark.parametrize("voters_first", [True, False])
+def test_ties_are_broken_by_the_other_views_in_order_of_entropy(
+    rest: list[list[float]], winner: int, voters_first: bool
+) -> None:
+    """Not in the order of the input, where those after the first K may even be voters."""
+    voters = [sure(0, 0.9), sure(1, 0.9)]
+    probabilities = torch.tensor([[*voters, *rest] if voters_first else [*rest, *voters]])
     assert torch.allclose(vote(probabilities, 0.5), torch.eye(3)[:2].sum(0) / 3 + torch.eye(3)[winner] / 3)
 
 
-def test_the_confident_are_those_of_least_entropy() -> None:
+@pytest.mark.parametrize("views", [[sure(0, 0.9), sure(1, 0.8)], [sure(1, 0.8), sure(0, 0.9)]])
+def test_ties_are_broken_by_the_last_voter_if_all_views_vote(views: list[list[float]]) -> None:
+    assert torch.allclose(vote(torch.tensor([views]), 1.0), torch.tensor([1 / 3, 2 / 3, 0]))
+
+
+def test_confident_views_have_the_lowest_entropy() -> None:
     probabilities = draw(0, 5, 64, 7)
     chosen = confident_views(probabilities, 0.3)
     assert chosen.shape == (5, 19)
-    for picture, kept in zip(probabilities.tolist(), chosen.tolist(), strict=True):
-        by_entropy = sorted(range(64), key=lambda v: oracle.entropy(picture[v]))
+    for views, kept in zip(probabilities.tolist(), chosen.tolist(), strict=True):
+        by_entropy = sorted(range(64), key=lambda v: oracle.entropy(views[v]))
         assert kept == by_entropy[:19]
     assert confident_views(probabilities, 0.1).shape == (5, 6)
     assert entropy(torch.tensor([0.0, 1.0])) == 0
 
 
-def test_the_method(tmp_path: Path) -> None:
-    method, eyes = METHODS["zero"], model()
-    predictor = method.fit(Job(eyes, None, tmp_path, print), Settings(views=10))(NAMES, TEMPLATE)
-    shown = torch.nn.functional.normalize(torch.randn(6, 10, eyes.dimension), dim=-1)
-    found = predictor(shown)
-    seen = zero_shot(eyes, NAMES, TEMPLATE).probabilities(shown).tolist()
-    assert found.argmax(1).tolist() == [oracle.predict(picture, 0.3)[0] for picture in seen]
-    assert torch.equal(torch.cat([predictor(one[None]) for one in shown]), found)
-    assert method.looks(Settings(views=10)) == views_of(10)
-    assert [look.views for look in views_of(10)] == [1, 9]
-    assert [look.augmix for look in views_of(10, augmix=True)] == [False, True]
-    assert [look.views for look in views_of(1, augmix=True)] == [1]
+def test_predictor_votes_with_zero_shot_class_vectors() -> None:
+    predictor = ZERO.fit(FitContext(model()), ZeroConfig(views=10)).for_classes(NAMES, TEMPLATE)
+    features = F.normalize(torch.randn(6, 10, model().dimension, generator=torch.Generator().manual_seed(0)), dim=-1)
+    found = predictor(features)
+    probabilities = zero_shot(model(), NAMES, TEMPLATE).probabilities(features).tolist()
+    assert found.argmax(1).tolist() == [oracle.predict(views, 0.3)[0] for views in probabilities]
+    assert torch.equal(torch.cat([predictor(one[None]) for one in features]), found)
 
 
-@pytest.mark.parametrize("wrong", [{"views": 0}, {"confident": 0}, {"confident": 1.5}])
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(SelfTPTError):
-        Settings(**wrong)  # type: ignore[arg-type]
+def test_views_and_cost_follow_from_the_configuration() -> None:
+    assert METHODS["zero"] is ZERO
+    assert ZERO.views(ZeroConfig(views=10)) == image_and_crops(10)
+    assert ZERO.cost(ZERO.config) == "64 views"
+    assert ZERO.cost(ZeroConfig(views=8)) == "8 views"
+
+
+def test_image_and_crops() -> None:
+    assert image_and_crops(10) == [ViewSpec(), ViewSpec(9, 0)]
+    assert [spec.views for spec in image_and_crops(10)] == [1, 9]
+    assert [spec.augmix for spec in image_and_crops(10, augmix=True)] == [False, True]
+    assert [spec.views for spec in image_and_crops(1, augmix=True)] == [1]
+
+
+@pytest.mark.parametrize("wrong", [{"views": 0}, {"views": 6.4}, {"confident": 0}, {"confident": 1.5}])
+def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SelfTPTError, match=f"ZeroConfig.{next(iter(wrong))} must be"):
+        ZeroConfig(**wrong)

@@ -1,4 +1,4 @@
-"""visdesc and WaffleCLIP read out loud: every sentence walked alone, every cosine taken alone."""
+"""visdesc and WaffleCLIP by their descriptions: every sentence encoded alone, every cosine taken alone."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tests.oracle import plain
 from tests.small import Small
 
 
-def score(small: Small, picture: Tensor, name: str, sentences: Sequence[str]) -> Tensor:
-    """The mean over sentences, which have {} for the name, of their cosine with a picture [D]."""
+def score(small: Small, image: Tensor, name: str, sentences: Sequence[str]) -> Tensor:
+    """The mean over sentences, which have {} for the name, of their cosine with an image [D]."""
     nothing = small.embedding[:0]
-    total = torch.zeros((), dtype=picture.dtype)
+    total = torch.zeros((), dtype=image.dtype)
     for sentence in sentences:
         (text,) = plain.encode(small, "hand", [name], nothing, sentence)
-        total = total + (text @ picture) / (text.norm() * picture.norm())
+        total = total + (text @ image) / (text.norm() * image.norm())
     return total / len(sentences)
 
 
 def probabilities(
-    small: Small, pictures: Tensor, names: Sequence[str], sentences: Sequence[Sequence[str]], scale: float
+    small: Small, images: Tensor, names: Sequence[str], sentences: Sequence[Sequence[str]], scale: float
 ) -> Tensor:
-    """[N, C], of pictures [N, D]; sentences for each name."""
+    """[N, C], for images [N, D]; sentences for each name."""
     rows = []
-    for picture in pictures:
-        scores = torch.stack([score(small, picture, name, some) for name, some in zip(names, sentences, strict=True)])
+    for image in images:
+        scores = torch.stack([score(small, image, name, some) for name, some in zip(names, sentences, strict=True)])
         rows.append(torch.exp(scale * scores) / torch.exp(scale * scores).sum())
     return torch.stack(rows)
 
@@ -44,7 +44,10 @@ def clause(descriptor: str) -> str:
 
 
 def sizes(names: Sequence[str]) -> tuple[int, int, int, int]:
-    """Of WaffleCLIP: words and letters of each, groups and characters of each, by the rule of the authors' code."""
+    """Of WaffleCLIP, by the rule of the authors' code: number of words, letters of each, groups, characters of each.
+
+    The names are as they were given: only white space separates words, so that a name with `_` is one word.
+    """
     count = len(names)
     words = max(1, round(Fraction(sum(len(name.split(" ")) for name in names), count)))
     letters = Fraction(0)

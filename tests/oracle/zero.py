@@ -1,4 +1,4 @@
-"""ZERO by its description, one picture and one view at a time."""
+"""ZERO by its description, one image and one view at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ def best(p: Sequence[float]) -> int:
 
 
 def predict(views: Sequence[Sequence[float]], confident: float) -> tuple[int, list[int]]:
-    """The class, and the votes, of a picture whose views have these probabilities."""
-    voters = sorted(range(len(views)), key=lambda v: entropy(views[v]))[: max(1, int(len(views) * confident))]
+    """The class, and the votes, of an image whose views have these probabilities.
+
+    A tie is broken by the views that did not vote, the most confident first; if all voted, by the last voter.
+    """
+    by_entropy = sorted(views, key=entropy)
+    count = max(1, int(len(views) * confident))
     votes = [0] * len(views[0])
-    for v in voters:
-        votes[best(views[v])] += 1
-    ties = [c for c, count in enumerate(votes) if count == max(votes)]
+    for view in by_entropy[:count]:
+        votes[best(view)] += 1
+    ties = [c for c, number in enumerate(votes) if number == max(votes)]
     if len(ties) == 1:
         return ties[0], votes
-    rest = views[len(voters) :] or views[-1:]
+    rest = by_entropy[count:] or by_entropy[-1:]
     for view in rest:
         if best(view) in ties:
             return best(view), votes

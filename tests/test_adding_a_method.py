@@ -1,0 +1,76 @@
+"""The example of docs/adding-a-method.md is executed."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from selftpt.methods import METHODS, FitContext, FittedMethod
+from tests.family import changed, make_context
+from tests.small import model
+
+PAGE = Path(__file__).parents[1] / "docs" / "adding-a-method.md"
+LINES = 40  # of code that a new method may take
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The first block of the page as a module of the package."""
+    module = types.ModuleType("selftpt.methods.class_means")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(blocks()[0], str(PAGE), "exec"), module.__dict__)
+    monkeypatch.setitem(METHODS, "class-means", module.CLASS_MEANS)
+    return module
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def test_the_example_is_short() -> None:
+    code = [
+        line for line in blocks()[0].splitlines() if line.strip() and not line.startswith(("from", "import", '"""'))
+    ]
+    assert len(code) <= LINES
+
+
+def test_the_example_is_a_whole_method(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(example.ClassMeansConfig(), epochs=2, lr=0.5)
+    context = make_context(tmp_path / "a")
+    fitted = example.CLASS_MEANS.fit(context, config)
+    names = [*context.source.names, "boat"]
+    weights = fitted.for_classes(names).classifier.weights
+    plain = METHODS["clip"].fit(FitContext(context.model)).for_classes(names).classifier.weights
+    assert torch.equal(weights[-1], plain[-1])
+    for i in range(3):
+        mean = F.normalize(fitted.tensors["means"][i], dim=0)
+        torch.testing.assert_close(weights[i], F.normalize((plain[i] + mean) / 2, dim=0))
+    fitted.save(tmp_path / "fitted")
+    for copy in (
+        FittedMethod.load(tmp_path / "fitted", model()),
+        pickle.loads(pickle.dumps(fitted)).with_model(model()),
+    ):
+        assert torch.equal(copy.for_classes(names).classifier.weights, weights)
+
+
+def test_one_step_from_outside(example: Any) -> None:
+    scope = {**example.__dict__}
+    exec(compile(blocks()[1], str(PAGE), "exec"), scope)
+    assert scope["losses"]["distance"] > 0
+    means = torch.stack([scope["features"][label::2][:4] for label in (0, 1)])
+    assert scope["means"].shape == (2, means.shape[-1])
+    assert not torch.equal(scope["means"], torch.ones_like(scope["means"]))
+
+
+def test_the_page_names_every_field_of_a_row() -> None:
+    told = set(re.findall(r"`(\w+)[`(]", PAGE.read_text(encoding="utf-8")))
+    fields = {*type(METHODS["clip"]).__dataclass_fields__}
+    assert fields - told <= {"name", "summary", "reference", "config"}
