@@ -25,10 +25,12 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from selftpt.adaptation import zero_shot
+from selftpt.data.cache import Cache
 from selftpt.data.datasets import Dataset, read_dataset
 from selftpt.data.decoding import open_image
-from selftpt.data.features import FeatureStore, ViewSpec
+from selftpt.data.features import FeatureProvider
 from selftpt.data.threads import in_threads
+from selftpt.data.views import ViewSpec
 from selftpt.errors import told_in_one_line
 from selftpt.evaluation.measures import top
 from selftpt.files import read_tensors
@@ -42,7 +44,8 @@ def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
 
     Where the folder full/ has the whole of a split that was cut, also with each class weighed by its share of that.
     """
-    classifier, features = zero_shot(model, dataset.test.names), FeatureStore(model, ViewSpec())(dataset.test.paths)
+    provider = FeatureProvider(model, [ViewSpec()], Cache(), fixed_batch=True)
+    classifier, features = zero_shot(model, dataset.test.names), provider(dataset.test.images)
     right = (classifier(features).argmax(1) == torch.tensor(dataset.test.labels)).tolist()
     result = {dataset.name: 100 * statistics.mean(right)}
     if (full := dataset.root / "full" / dataset.split).is_file():

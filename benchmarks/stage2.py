@@ -19,13 +19,15 @@ import torch.nn.functional as F
 from selftpt import AdaptConfig
 from selftpt.adaptation import adapt
 from selftpt.data.datasets import half
-from selftpt.data.features import FeatureStore, ViewSpec
+from selftpt.data.features import FeatureProvider
+from selftpt.data.views import ViewSpec
 from selftpt.errors import SelfTPTError, told_in_one_line
 from selftpt.evaluation.bench import Bench, Run
 from selftpt.evaluation.measures import top
 from selftpt.evaluation.runs import Runs
 from selftpt.losses import Head
-from selftpt.methods import Job
+from selftpt.methods import METHODS, FitContext
+from selftpt.methods.self_tpt import prompt_of
 from selftpt.models import load_model
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import class_tokens
@@ -57,14 +59,14 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     model, settings = bench.model, bench.settings(run)
     source = bench.source_of(run)
     assert source is not None
-    job = Job(model, source[0], bench.runs.folder / "learned", print)
-    file = job.file("prompt", settings.learn)
+    fit_context = FitContext(model, source[0], bench.runs.folder / "learned", bench.cache)
+    file = fit_context.learned_file("self-tpt", settings.learn)
     if not file.is_file():
-        raise SelfTPTError(f"there is no {file}: data, model or settings are not those of the run; make it anew")
-    prompt = job.prompt(settings.learn)
+        raise SelfTPTError(f"there is no {file}: data, model or settings are not those of the run; run it again")
+    prompt = prompt_of(METHODS["self-tpt"].fit(fit_context, settings))
     steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
     test = half(bench.dataset(run.dataset).test, new=True)
-    features = FeatureStore(model, ViewSpec())(test.paths)
+    features = FeatureProvider(model, [ViewSpec()], bench.cache, fixed_batch=True)(test.images)
     before = adapt(model, prompt, test.names, AdaptConfig(steps=0))
     after = adapt(model, prompt, test.names, settings.adapt)
     mean = adapt(model, prompt, test.names, AdaptConfig(steps=0, vectors="mean"))

@@ -17,7 +17,7 @@ from measure import extra_memory, in_own_process, interleaved, ratio
 from text_path import class_names
 from torch import Tensor
 
-from selftpt.methods.tpt import Settings, tuner
+from selftpt.methods.tpt import TptConfig, tuner
 from selftpt.models import Model, load_model
 
 CLASSES = 100
@@ -26,10 +26,10 @@ CLASSES = 100
 class PlainTPT:
     """One prompt, tuned and put back for every picture; open_clip's own modules over every position."""
 
-    def __init__(self, model: Model, names: Sequence[str], settings: Settings) -> None:
-        self.clip, self.scale, self.settings = model.clip, model.scale, settings
+    def __init__(self, model: Model, names: Sequence[str], config: TptConfig) -> None:
+        self.clip, self.scale, self.config = model.clip, model.scale, config
         tokenizer = model.text.tokenizer
-        words = tokenizer.encode(settings.words)
+        words = tokenizer.encode(config.words)
         self.ids = torch.tensor(
             [tokenizer.sentence([*words, *tokenizer.encode(name), *tokenizer.encode(".")]) for name in names]
         )
@@ -44,7 +44,7 @@ class PlainTPT:
         return self.scale * views @ F.normalize(x, dim=-1).t()
 
     def __call__(self, shown: Tensor) -> Tensor:
-        s, answers = self.settings, []
+        s, answers = self.config, []
         for views in shown:
             prompt = self.begin.clone().requires_grad_()
             optimizer = torch.optim.AdamW([prompt], lr=s.lr, weight_decay=s.weight_decay)
@@ -59,7 +59,7 @@ class PlainTPT:
 
 
 def make(model: Model, way: str, classes: int) -> Callable[[Tensor], Tensor]:
-    settings, names = Settings(), class_names(classes)
+    settings, names = TptConfig(), class_names(classes)
     if way == "plain":
         return PlainTPT(model, names, settings)
     return tuner(model, names, model.text.words(settings.words), settings)
@@ -67,7 +67,7 @@ def make(model: Model, way: str, classes: int) -> Callable[[Tensor], Tensor]:
 
 def picture(model: Model) -> Tensor:
     """Unit features [1, 64, D]."""
-    drawn = torch.randn(1, Settings().views, model.dimension, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(1, TptConfig().views, model.dimension, generator=torch.Generator().manual_seed(0))
     return F.normalize(drawn, dim=-1)
 
 
@@ -95,7 +95,7 @@ def main() -> None:
 
     seconds = interleaved({way: job(way) for way in ways}, options.rounds)
     difference = (answers["plain"] - answers["ours"]).abs().max().item()
-    plain = PlainTPT(model, class_names(CLASSES), Settings())
+    plain = PlainTPT(model, class_names(CLASSES), TptConfig())
     with torch.no_grad():
         untuned = (answers["plain"] - plain.logits(plain.begin, shown[0, :1]).softmax(-1)).abs().max()
     assert difference < 1e-3 * untuned.item(), f"they differ by {difference}; tuning moves them by {untuned.item()}"
