@@ -60,7 +60,8 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     source = bench.source_of(run)
     assert source is not None
     fit_context = FitContext(model, source[0], bench.runs.folder / "learned", bench.cache)
-    file = fit_context.learned_file("self-tpt", settings.learn)
+    assert METHODS["self-tpt"].train is not None
+    file = bench.runs.folder / "learned" / fit_context.learned_name(METHODS["self-tpt"].train, settings.learn)
     if not file.is_file():
         raise SelfTPTError(f"there is no {file}: data, model or settings are not those of the run; run it again")
     prompt = prompt_of(METHODS["self-tpt"].fit(fit_context, settings))

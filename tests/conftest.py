@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from selftpt import cli
-from tests.commands import Answer, Run
+from tests.helpers.commands import Answer, Run
 
 torch.set_num_threads(1)
 

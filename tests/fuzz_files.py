@@ -54,7 +54,7 @@ def make_prompt(folder: Path) -> Path:
     from selftpt import Prompt
     from selftpt.config import ContrastConfig
     from selftpt.prompt import initial_head
-    from tests.small import model, random_prompt, small
+    from tests.helpers.models import model, random_prompt, small
 
     head = initial_head(model().dimension, 6, 5, torch.Generator().manual_seed(3))
     origin = {"stage": "learn", "settings": {"length": 4, "lr": 0.002}, "classes": NAMES, "pictures": 9}
@@ -65,7 +65,7 @@ def make_prompt(folder: Path) -> Path:
 
 def use_prompt(path: Path) -> Any:
     from selftpt import AdaptConfig, Prompt, adapt
-    from tests.small import model
+    from tests.helpers.models import model
 
     prompt = Prompt.load(path)
     return [prompt.digest, prompt.origin, bits(adapt(model(), prompt, NAMES, AdaptConfig(steps=1)).weights)]
@@ -88,7 +88,7 @@ def inspect(path: Path) -> str:
 
 def make_classifier(folder: Path) -> Path:
     from selftpt.adaptation import zero_shot
-    from tests.small import model
+    from tests.helpers.models import model
 
     path = folder / "classifier.safetensors"
     zero_shot(model(), NAMES).save(path)
@@ -99,7 +99,7 @@ def use_classifier(path: Path) -> Any:
     import torch
 
     from selftpt import Classifier
-    from tests.small import model
+    from tests.helpers.models import model
 
     classifier = Classifier.load(path, model())
     features = torch.eye(model().dimension)[:3]
@@ -135,7 +135,7 @@ def use_checkpoint(path: Path) -> Any:
     from selftpt import LearnConfig
     from selftpt.learning import learn_from_features
     from selftpt.models.tokenizer import class_tokens
-    from tests.small import model
+    from tests.helpers.models import model
 
     config, out = LearnConfig(epochs=2, length=2, hidden=6, projection=5), path.with_suffix("")
     tokens = class_tokens(model().text.tokenizer, NAMES, config.length, config.contrast)
@@ -146,7 +146,7 @@ def use_checkpoint(path: Path) -> Any:
 
 
 def make_features(folder: Path) -> Path:
-    from tests import pictures
+    from tests.helpers import images as pictures
 
     pictures.noises(folder / "images", 3)
     use_features(folder / "cache" / "features" / "any" / "shard")
@@ -158,7 +158,7 @@ def use_features(path: Path) -> Any:
     from selftpt.data.cache import Cache
     from selftpt.data.features import FeatureProvider
     from selftpt.data.views import ViewSpec
-    from tests.small import model
+    from tests.helpers.models import model
 
     images = sorted((path.parents[3] / "images").iterdir())
     provider = FeatureProvider(model(), [ViewSpec()], Cache(folder=path.parents[2]), fixed_batch=True)
@@ -172,7 +172,7 @@ def fitting(method: str, folder: Path | None) -> Any:
     from selftpt.data.sources import Source
     from selftpt.methods import METHODS, FitContext
     from selftpt.methods.selection import configure
-    from tests.small import model
+    from tests.helpers.models import model
 
     drawn = torch.randn(6, 2, model().dimension, generator=torch.Generator().manual_seed(0))
     source = Source.from_features(torch.nn.functional.normalize(drawn, dim=-1), [0, 1, 2] * 2, NAMES)
@@ -202,7 +202,7 @@ def use_fitted(path: Path) -> Any:
     import torch
 
     from selftpt.methods import FittedMethod
-    from tests.small import model
+    from tests.helpers.models import model
 
     fitted = FittedMethod.load(path, model())
     predictor = fitted.for_classes(["cat", "boat"])

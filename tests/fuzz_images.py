@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, features
 
-from tests import pictures
 from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, place, remove, repeat, same
+from tests.helpers import images as pictures
 
 REFUSED_MB = 1000  # memory that a refused image may take
 ACCEPTED_MB, BYTES_PER_PIXEL = 300, 24  # an accepted one, beside that

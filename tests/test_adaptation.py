@@ -14,8 +14,8 @@ from selftpt import AdaptConfig, Prompt, SelfTPTError, SelfTPTWarning, adapt
 from selftpt.config import VIEWS, ContrastConfig
 from selftpt.files import read_file, write_tensors
 from selftpt.prompt import initial_head
+from tests.helpers.models import model, random_prompt, small
 from tests.oracle import plain
-from tests.small import model, random_prompt, small
 
 NAMES = ("red fox", "blue_whale", "kite", "old man of the sea", "kite (bird of prey)")
 

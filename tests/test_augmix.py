@@ -20,9 +20,9 @@ from selftpt.data.features import FeatureProvider
 from selftpt.data.threads import in_threads
 from selftpt.data.transforms import Preprocess
 from selftpt.data.views import LazyImage, ViewSpec
-from tests import pictures
+from tests.helpers import images as pictures
+from tests.helpers.models import model
 from tests.oracle import augmix as oracle
-from tests.small import model
 
 
 def as_array(image: oracle.Picture | list[list[list[float]]]) -> np.ndarray:

@@ -31,8 +31,8 @@ from selftpt.data.views import LazyImage, image_and_crops
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import read_file, write_tensors
 from selftpt.models import Model, ModelId
-from tests import pictures
-from tests.small import model, small
+from tests.helpers import images as pictures
+from tests.helpers.models import model, small
 
 NAMES = ("cat", "dog", "Éléphant", "猫", "fish")
 
@@ -420,7 +420,6 @@ def test_files_with_parts_missing(tmp_path: Path, part: str) -> None:
         ({}, {"weights": torch.zeros(5)}, "the shape of weights must be C D"),
         ({}, {"weights": torch.zeros(5, 24).double()}, "float32, not of float64"),
         ({}, {"weights": torch.full((5, 24), math.nan)}, "not finite"),
-        ({}, {"weights": torch.zeros(5, 3)}, "have 3 dimensions"),
     ],
 )
 def test_a_signed_file_with_wrong_content_is_refused_in_one_line(
@@ -435,6 +434,18 @@ def test_a_signed_file_with_wrong_content_is_refused_in_one_line(
     assert str(caught.value).startswith(f"{file} is not a valid classifier file: ")
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def test_class_vectors_of_another_dimension_are_refused(tmp_path: Path, paths: list[Path]) -> None:
+    """When the file is loaded with a model, and when the model is given later."""
+    file = tmp_path / "five.safetensors"
+    classifier().save(file)
+    header, _ = read_file(file)
+    write_tensors(file, "classifier", {"weights": torch.zeros(5, 3)}, header)
+    with pytest.raises(SelfTPTError, match="have 3 dimensions"):
+        Classifier.load(file, model())
+    with pytest.raises(SelfTPTError, match="have 3 dimensions"):
+        dataclasses.replace(Classifier.load(file), model=model()).predict(paths)
 
 
 def test_a_classifier_of_the_first_format_is_read(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from PIL import Image
 from selftpt import adaptation
 from selftpt.files import read_file, write_tensors
 from selftpt.models import EMBEDDED_FILES
-from tests.commands import Answer, Run, refused
-from tests.folders import make_model, make_photos
+from tests.helpers.commands import Answer, Run, refused
+from tests.helpers.folders import make_model, make_photos
 
 
 class Place(NamedTuple):

@@ -17,10 +17,10 @@ from selftpt.methods import cocoop as fast
 from selftpt.methods.cocoop import COCOOP, CocoopConfig, initial_network, prompts_of
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import tokenize
-from tests.family import OTHERS, PLAIN, changed, check_method, learned, make_context, train_data, words
+from tests.helpers.methods import OTHERS, PLAIN, changed, check_method, learned, make_context, train_data, words
+from tests.helpers.models import Small, random_prompt, relative, small
 from tests.oracle import cocoop
 from tests.oracle.descent import descend
-from tests.small import Small, random_prompt, relative, small
 from tests.test_objective import NAMES, SCALE, batch_of
 
 

@@ -21,8 +21,8 @@ from selftpt.data.sources import Source, images_in
 from selftpt.errors import SelfTPTWarning
 from selftpt.methods import METHODS, FitContext
 from selftpt.methods.selection import configure
-from tests.folders import make_photos
-from tests.small import model
+from tests.helpers.folders import make_photos
+from tests.helpers.models import model
 
 THREADS = 8
 NAMES = [f"{colour} {thing}" for colour in ("red", "blue") for thing in ("kite", "boat", "bird", "frog")]

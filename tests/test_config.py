@@ -24,7 +24,7 @@ from selftpt.config import (
     setting,
 )
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from tests.commands import Run, refused
+from tests.helpers.commands import Run, refused
 
 
 @pytest.mark.parametrize(
@@ -110,21 +110,21 @@ class Outer(Config):
 )
 def test_none_is_typed_as_none_or_null(text: str, value: int | None) -> None:
     key, given = parse_setting(text)
-    changed = change(Outer(), key.split("."), given)
+    changed = change(Outer(), {key: given})
     assert getattr(changed.learn, key.partition(".")[2]) is value
 
 
 def test_a_typed_zero_means_none_for_one_more_release() -> None:
     key, given = parse_setting("learn.shots=0")
     with pytest.warns(SelfTPTWarning, match="0 for shots is deprecated: write none"):
-        assert change(Outer(), key.split("."), given).learn.shots is None
+        assert change(Outer(), {key: given}).learn.shots is None
 
 
 @pytest.mark.parametrize("text", ["words=none", "words=1", "learn.lr=none", "learn.epochs=2.0", "learn.shots=false"])
 def test_a_typed_value_of_another_type_is_refused(text: str) -> None:
     key, given = parse_setting(text)
     with pytest.raises(SelfTPTError, match=key.rpartition(".")[2]):
-        change(Outer(), key.split("."), given)
+        change(Outer(), {key: given})
 
 
 def test_the_command_line_takes_none(run: Run, tmp_path: Path) -> None:

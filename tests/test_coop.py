@@ -19,10 +19,10 @@ from selftpt.methods import FitContext
 from selftpt.methods.coop import COOP, CoopConfig, train_config
 from selftpt.methods.selection import configure
 from selftpt.prompt import initial_context
-from tests.family import changed, make_context, train_data
+from tests.helpers.methods import changed, make_context, train_data
+from tests.helpers.models import model, small
 from tests.oracle import plain
 from tests.oracle.descent import descend
-from tests.small import model, small
 
 
 def context_of(shots: int, classes: int) -> FitContext:

@@ -22,8 +22,8 @@ from selftpt.data.datasets import DATASETS, Dataset, fraction, half, limit, read
 from selftpt.data.datasets.table import Size
 from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
-from tests.folders import make_photos
-from tests.trees import LISTED, WNIDS, make_tree, rows_of
+from tests.helpers.datasets import LISTED, WNIDS, make_tree, rows_of
+from tests.helpers.folders import make_photos
 
 NAMES = {
     "imagenet": tuple(WNIDS.values()),

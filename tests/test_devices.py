@@ -18,9 +18,9 @@ from selftpt.data.sources import Source, images_in
 from selftpt.data.views import ViewSpec
 from selftpt.methods import METHODS, FitContext
 from selftpt.models import Model
-from tests.folders import make_photos
-from tests.pretend_device import DeviceError, pretend_device
-from tests.small import small
+from tests.helpers.folders import make_photos
+from tests.helpers.models import small
+from tests.helpers.pretend_device import DeviceError, pretend_device
 from tests.test_methods import World, small_config, world  # noqa: F401
 
 NAMES = ("red fox", "blue whale", "kite")

@@ -33,10 +33,10 @@ from selftpt.methods.difftpt import (
     near_and_confident,
 )
 from selftpt.methods.tpt import Tuner
-from tests.family import raise_error
-from tests.folders import make_generated, make_photos
+from tests.helpers.folders import make_generated, make_photos
+from tests.helpers.methods import raise_error
+from tests.helpers.models import Small, model, relative, small
 from tests.oracle import tpt as oracle
-from tests.small import Small, model, relative, small
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
 FEW = 6  # generated images, in two groups

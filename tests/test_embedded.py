@@ -21,8 +21,8 @@ import selftpt
 from selftpt.cli.demo import RIGHT, SHOWN
 from selftpt.models import EMBEDDED, EMBEDDED_FILES, Model
 from selftpt.models import loading as models
-from tests.commands import Run, refused
-from tests.folders import make_photos
+from tests.helpers.commands import Run, refused
+from tests.helpers.folders import make_photos
 
 spec = find_spec("skimage")
 assert spec is not None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selftpt.models.image import ImageTower
-from tests.small import BLOCKS, KINDS, SPECS, relative, small
+from tests.helpers.models import BLOCKS, KINDS, SPECS, relative, small
 
 
 class LogitHead(nn.Module):

@@ -13,21 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import selftpt
 import selftpt.data.cache
 import selftpt.data.features
 import selftpt.data.views
-from selftpt.data.cache import Cache, cache_entries, code_digest
+from selftpt.data.cache import Cache, cache_entries, code_digest, content_digest
 from selftpt.data.decoding import ImageError, open_image
 from selftpt.data.features import FeatureProvider
 from selftpt.data.views import ViewSpec
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import read_header, write_tensors
-from tests import pictures
-from tests.folders import make_photos
-from tests.small import model
+from selftpt.methods import METHODS
+from tests.helpers import images as pictures
+from tests.helpers.commands import Run
+from tests.helpers.folders import make_photos
+from tests.helpers.models import model
 
 CROPS = ViewSpec(3)
 
@@ -468,3 +471,51 @@ def test_eviction_leaves_a_running_training_run_alone(tmp_path: Path) -> None:
         (learned / name).write_bytes(bytes(1000))
     Cache(max_gigabytes=1e-9, folder=tmp_path).evict()
     assert sorted(path.name for path in learned.iterdir()) == sorted(names[:3])
+
+
+def test_float_tensors_beside_files(paths: list[Path]) -> None:
+    """They are normalised already: the others are normalised too, for features and for pixels."""
+    own = model()
+    ready = own.preprocess.normalize(own.preprocess(open_image(paths[1]))[None])[0]
+    mixed = [paths[0], ready, paths[2]]
+    wanted = features(paths[:3], ViewSpec(), cache=Cache("off"))
+    torch.testing.assert_close(features(mixed, ViewSpec(), cache=Cache("off")), wanted, rtol=0, atol=1e-5)
+    (block,) = provider(ViewSpec(), cache=Cache("off")).blocks(mixed, pixels=True)
+    found = own.encode_images(block.views[:, 0])
+    torch.testing.assert_close(found, wanted[:, 0], rtol=0, atol=1e-5)
+
+
+def test_float_tensor_that_is_not_finite_is_reported(paths: list[Path]) -> None:
+    told: list[ImageError] = []
+    found = features([paths[0], torch.full((3, 32, 32), float("nan")), paths[1]], ViewSpec(), on_error=told.append)
+    assert found.isnan().all(-1).flatten().tolist() == [False, True, False]
+    assert "not finite" in str(told[0])
+
+
+def test_content_digests_differ_with_the_content() -> None:
+    first, second = (Image.new("P", (2, 2)) for _ in range(2))
+    first.putpalette([255, 0, 0])
+    second.putpalette([0, 255, 0])
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3).bfloat16(), torch.ones(2, 3, requires_grad=True)]
+    assert len({content_digest(value) for value in (first, second, *tensors, np.zeros((2, 3)))}) == 7
+
+
+def test_cache_that_is_off_needs_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise SelfTPTError("there is no folder")
+
+    monkeypatch.setattr(selftpt.data.cache, "cache_folder", none)
+    monkeypatch.setattr("selftpt.methods.difftpt.cache_folder", none)
+    Cache("off")
+    assert METHODS["difftpt"].cost(METHODS["difftpt"].config) == "127 views, 4 steps"
+    with pytest.raises(SelfTPTError, match="no folder"):
+        Cache()
+
+
+def test_generated_images_are_pruned_only_if_named(run: Run, cache: Path) -> None:
+    (cache / "generated" / "a").mkdir(parents=True)
+    (cache / "generated" / "a" / "000.png").write_bytes(b"12345")
+    assert "generated" in run("cache", "--prune").out
+    assert (cache / "generated" / "a" / "000.png").exists()
+    run("cache", "generated", "--prune")
+    assert not (cache / "generated").exists()

@@ -14,11 +14,11 @@ from selftpt.config import TrainConfig
 from selftpt.errors import SelfTPTError
 from selftpt.methods import METHODS
 from selftpt.methods.four_prompts import FOUR_PROMPTS, FourPromptsConfig
-from tests.family import OTHERS, changed, check_method, learned, make_context, train_data, words
+from tests.helpers.methods import OTHERS, changed, check_method, learned, make_context, train_data, words
+from tests.helpers.models import relative, small
 from tests.oracle import four_prompts
 from tests.oracle.descent import descend
 from tests.oracle.four_prompts import PLACES
-from tests.small import relative, small
 
 TEMPLATE = "a centered photo of {}, in the rain."
 

@@ -31,8 +31,8 @@ from selftpt.data.sources import Source, find_images, images_in
 from selftpt.data.threads import in_threads
 from selftpt.data.transforms import Preprocess, random_box
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from tests import pictures
-from tests.pictures import BLACK, BLUE, GREEN, RED, WHITE, YELLOW, encoded, scene
+from tests.helpers import images as pictures
+from tests.helpers.images import BLACK, BLUE, GREEN, RED, WHITE, YELLOW, encoded, scene
 
 QUARTERS = [RED, GREEN, BLUE, YELLOW]
 GREYS = [(76,) * 3, (150,) * 3, (29,) * 3, (226,) * 3]  # of those, by luma

@@ -19,10 +19,10 @@ from selftpt.methods.kgcoop import KGCOOP, KgcoopConfig, distance, loss
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import tokenize
 from selftpt.objective import prompt_gradient
-from tests.family import OTHERS, changed, check_method, learned, make_context, train_data, words
+from tests.helpers.methods import OTHERS, changed, check_method, learned, make_context, train_data, words
+from tests.helpers.models import random_prompt, relative, small
 from tests.oracle import kgcoop, plain
 from tests.oracle.descent import descend
-from tests.small import random_prompt, relative, small
 from tests.test_objective import NAMES, SCALE, batch_of
 
 TEMPLATE = "a centered photo of {}, in the rain."

@@ -34,11 +34,11 @@ from selftpt.methods.lasp import (
 )
 from selftpt.models import Model
 from selftpt.training import RunFiles, source_crops
-from tests.family import check_single_steps, make_context, raise_error
-from tests.folders import make_photos
+from tests.helpers.folders import make_photos
+from tests.helpers.methods import check_single_steps, make_context, raise_error
+from tests.helpers.models import KINDS, SPECS, Small, model, names_of, random_prompt, relative, small
 from tests.oracle import lasp as oracle
 from tests.oracle import plain
-from tests.small import KINDS, SPECS, Small, model, names_of, random_prompt, relative, small
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog etc."]  # of the last, CLIP joins both full stops in one token
 TEMPLATES = ("a photo of the {}.", "{} in the snow", "a blue {}.")

@@ -15,8 +15,8 @@ from selftpt.errors import SelfTPTError
 from selftpt.models import LayerPrompts, Model
 from selftpt.models.text import PackedTextForward, TextEncoder, encode_sentences
 from selftpt.models.tokenizer import tokenize
+from tests.helpers.models import BLOCKS, PACKED, SPECS, Small, names_of, relative, small
 from tests.oracle import layer_prompts as oracle
-from tests.small import BLOCKS, PACKED, SPECS, Small, names_of, relative, small
 
 OWN_TEXT = tuple(kind for kind, spec in SPECS.items() if spec.pool in ("end", "last"))  # not CoCa's, not BERT's
 CLASS_TOKEN = tuple(kind for kind in BLOCKS if kind not in ("worldwide", "clipa", "coca"))

@@ -28,9 +28,9 @@ from selftpt.files import read_file, write_tensors
 from selftpt.learning import ClassLists, learn_from_features
 from selftpt.models.tokenizer import class_tokens
 from selftpt.training import RunFiles, State, checkpoints, learning_rate
-from tests.folders import make_model, make_photos
+from tests.helpers.folders import make_model, make_photos
+from tests.helpers.models import model, small
 from tests.oracle import plain
-from tests.small import model, small
 
 NAMES = ("red fox", "blue whale", "kite", "old man of the sea")
 

@@ -18,7 +18,7 @@ import torch
 
 from selftpt import LearnConfig, learn, load_model
 from selftpt.models.building import SeededRandomOps, build_model
-from tests.folders import make_model, make_photos
+from tests.helpers.folders import make_model, make_photos
 
 JOBS = [("selftpt-tiny", None), ("selftpt-tiny", "random"), ("ViT-S-32-alt", "random"), ("MobileCLIP-S1", "random")] * 2
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from selftpt import losses
 from selftpt.losses import Head, cosine, cpt, cross_entropy, gradient_matching, moving_average, project
+from tests.helpers.models import relative
 from tests.oracle import plain
-from tests.small import relative
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

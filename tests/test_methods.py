@@ -27,10 +27,10 @@ from selftpt.methods import METHODS, FitContext, FittedMethod, Predictor
 from selftpt.methods.selection import configure
 from selftpt.models import Model
 from selftpt.models.loading import _digest
-from tests.commands import Run, refused
-from tests.family import raise_error
-from tests.folders import make_generated, make_model, make_photos
-from tests.small import model
+from tests.helpers.commands import Run, refused
+from tests.helpers.folders import make_generated, make_model, make_photos
+from tests.helpers.methods import raise_error
+from tests.helpers.models import model
 
 NAMES = ("red fox", "blue whale", "kite")
 SENTENCE = "a photo of a {}."
@@ -306,8 +306,10 @@ def test_fitted_methods_pickle_save_and_load(name: str, world: World, tmp_path: 
     packed = pickle.dumps(asked.fitted)
     assert len(packed) < 2_000_000
     asked.fitted.save(tmp_path / "fitted.safetensors")
+    places = {field.name: getattr(asked.config, field.name) for field in dataclasses.fields(asked.config)}
+    places = {name: value for name, value in places.items() if name in ("descriptors", "generated")}
     copies = [pickle.loads(packed).with_model(asked.model)]
-    copies.append(FittedMethod.load(tmp_path / "fitted.safetensors", asked.model))
+    copies.append(FittedMethod.load(tmp_path / "fitted.safetensors", asked.model, places))
     for fitted in copies:
         assert fitted.config == asked.config
         assert torch.equal(fitted.for_classes(NAMES, SENTENCE)(asked.views()), answer)
@@ -355,20 +357,83 @@ def test_required_image_tower_is_checked_before_anything_is_learned(world: World
         method.fit(FitContext(model("resnet"), world.source))
 
 
-def test_read_only_folder_of_learned_parameters(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_only_cache_of_learned_parameters(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are used and not changed; without them, what is learned is not written."""
     config = small_config("kgcoop", world)
 
-    def fit() -> dict[str, Tensor]:
-        context = FitContext(model(), world.source, tmp_path, Cache(), on_error=raise_error, read_only=True)
-        return dict(METHODS["kgcoop"].fit(context, config).tensors)
+    def fit(mode: Any) -> Tensor:
+        context = FitContext(model(), world.source, cache=Cache(mode, None, tmp_path), on_error=raise_error)
+        return METHODS["kgcoop"].fit(context, config).tensors["context"]
 
-    first = fit()
+    first = fit("read-only")
     assert list(tmp_path.iterdir()) == []
-    wanted = METHODS["kgcoop"].fit(FitContext(model(), world.source, tmp_path, Cache()), config).tensors
-    assert torch.equal(first["context"], wanted["context"])
+    wanted = fit("on")
+    assert torch.equal(first, wanted)
     monkeypatch.setattr(FitContext, "features", None)  # it would be called to learn
-    assert torch.equal(fit()["context"], wanted["context"])
+    assert torch.equal(fit("read-only"), wanted)
+
+
+def test_failing_cache_does_not_stop_training(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that was asked for must be written; the cache need not."""
+    config, wanted = (
+        small_config("kgcoop", world),
+        METHODS["kgcoop"].fit(FitContext(model(), world.source), small_config("kgcoop", world)),
+    )
+
+    def fail(path: Path, *_: Any) -> None:
+        raise SelfTPTError(f"cannot write {path}: no space left")
+
+    monkeypatch.setattr("selftpt.training.checkpoints.write_tensors", fail)
+    with pytest.warns(SelfTPTWarning, match="not kept: cannot write"):
+        found = METHODS["kgcoop"].fit(FitContext(model(), world.source, cache=Cache(folder=tmp_path)), config)
+    assert torch.equal(found.tensors["context"], wanted.tensors["context"])
+    with pytest.raises(SelfTPTError, match="no space left"):
+        METHODS["kgcoop"].fit(FitContext(model(), world.source, tmp_path / "folder"), config)
+
+
+def test_file_does_not_decide_which_places_are_used(world: World, tmp_path: Path) -> None:
+    """A folder or a repository in a file from someone else is neither read, nor written, nor loaded."""
+    asked = Asked("difftpt", world, tmp_path / "learned")
+    asked.fitted.save(tmp_path / "fitted")
+    loaded = FittedMethod.load(tmp_path / "fitted", asked.model)
+    assert (loaded.config.generated, loaded.config.diffusion) == ("", "")
+    named = FittedMethod.load(tmp_path / "fitted", asked.model, {"generated": "folder"})
+    assert named.config.generated == "folder"
+
+
+def test_methods_with_the_same_configuration_are_kept_apart(world: World, tmp_path: Path) -> None:
+    def train(context: FitContext, config: Any) -> Any:
+        training = METHODS["kgcoop"].train(context, config)  # type: ignore[misc]
+        training.state.parameters[0].add_(1)
+        return training
+
+    config, context = small_config("kgcoop", world), FitContext(model(), world.source, tmp_path, Cache())
+    first = METHODS["kgcoop"].fit(context, config).tensors["context"]
+    other = dataclasses.replace(METHODS["kgcoop"], train=train).fit(context, config).tensors["context"]
+    assert not torch.equal(first, other)
+
+
+def test_training_works_in_inference_mode(world: World) -> None:
+    with torch.inference_mode():
+        training = METHODS["self-tpt"].training(FitContext(model(), world.source), small_config("self-tpt", world))
+        training.step()
+    training.step()
+    with pytest.raises(SelfTPTError, match="clip learns from no images"):
+        METHODS["clip"].training(FitContext(model()))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_settings_that_depend_on_each_other_are_changed_together(order: int) -> None:
+    changes = [("unsure_above", 0.6), ("unsure_below", 0.9)]
+    config = configure(METHODS["tda"], dict(changes[::order]))
+    assert (config.unsure_above, config.unsure_below) == (0.6, 0.9)
+    assert configure(METHODS["proda"], {"prompts": 6, "prompts_per_step": 3}).prompts == 6
+
+
+def test_top_is_checked_at_the_call(world: World) -> None:
+    predictor = METHODS["clip"].fit(FitContext(model())).for_classes(NAMES)
+    with pytest.raises(SelfTPTError, match="top must be"):
+        predictor.predict(world.pictures, top=0)
 
 
 def test_damaged_learned_file_is_set_aside(world: World, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from selftpt import SelfTPTError, SelfTPTWarning, list_models, load_model
 from selftpt.models import ModelId, load_recorded_model, loading
-from tests.folders import make_model
+from tests.helpers.folders import make_model
 
 
 def test_a_folder_is_a_model_and_its_digest_tells_its_weights(tmp_path: Path) -> None:

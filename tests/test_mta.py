@@ -16,8 +16,8 @@ from selftpt.adaptation import zero_shot
 from selftpt.data.views import ViewSpec
 from selftpt.methods import METHODS, FitContext
 from selftpt.methods.mta import MTA, MtaConfig, mode, squared_bandwidth
+from tests.helpers.models import model
 from tests.oracle import mta as oracle
-from tests.small import model
 
 NAMES = ("red fox", "blue whale", "kite")
 TEMPLATE = "a photo of a {}."

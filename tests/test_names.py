@@ -17,7 +17,7 @@ from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
 from selftpt.models import load_model
 from selftpt.names import check_names
-from tests.commands import Run, refused
+from tests.helpers.commands import Run, refused
 
 
 class Column:

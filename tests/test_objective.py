@@ -16,9 +16,9 @@ from selftpt.losses import Head, cpt
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import tokenize
 from selftpt.objective import Batch, Step, Task, contrast_step, joint_step
+from tests.helpers.models import KINDS, WORDS, Small, name_of, random_prompt, relative, small
 from tests.oracle import plain
 from tests.oracle.plain import Settings
-from tests.small import KINDS, WORDS, Small, name_of, random_prompt, relative, small
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat on the lake"]
 EQUAL = ["cat", "red kite", "Cat", "dog", "Red  Kite"]

@@ -11,7 +11,7 @@ from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
 from selftpt.models.open_clip_api import CROSS_ATTENTION_NORM, USED
-from tests.small import KINDS, small
+from tests.helpers.models import KINDS, small
 
 CLASSES = {
     "open_clip.CLIP": open_clip.CLIP,

@@ -24,9 +24,9 @@ from selftpt.methods.proda import PRODA, ProdaConfig, Task, bound, likeness, mea
 from selftpt.models.tokenizer import tokenize
 from selftpt.objective import Batch
 from selftpt.training import RunFiles, learning_rate, loop
-from tests.family import check_method, make_context
+from tests.helpers.methods import check_method, make_context
+from tests.helpers.models import Small, names_of, relative, small
 from tests.oracle import proda as oracle
-from tests.small import Small, names_of, relative, small
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
 SHORT = ProdaConfig(TrainConfig(length=3, words="", epochs=2, batch=2), prompts=4, prompts_per_step=2)

@@ -32,10 +32,10 @@ from selftpt.evaluation.runs import Record, Runs
 from selftpt.learning import learn
 from selftpt.methods import METHODS
 from selftpt.training import RunFiles
-from tests.commands import Run, refused
-from tests.folders import make_generated, make_model, make_photos
-from tests.small import model
-from tests.trees import WNIDS, make_tree, rows_of
+from tests.helpers.commands import Run, refused
+from tests.helpers.datasets import WNIDS, make_tree, rows_of
+from tests.helpers.folders import make_generated, make_model, make_photos
+from tests.helpers.models import model
 
 EPOCHS = {"learn.epochs": 2}
 ALL = ["clip", "coop", "self-tpt", "self-tpt-v"]
@@ -365,10 +365,10 @@ def test_settings_by_name() -> None:
     assert kind_of(settings, ["adapt", "lr"]) is float
     for path in (["adapt", "rate"], ["adapt"], ["adapt", "lr", "more"], ["learn", "contrasts"]):
         assert kind_of(settings, path) is None
-    assert change(settings, ["adapt", "lr"], 1) == change(settings, ["adapt", "lr"], 1.0)
+    assert change(settings, {"adapt.lr": 1}) == change(settings, {"adapt.lr": 1.0})
     for views in (["end", "hand"], "end,hand"):
-        assert change(settings, ["learn", "contrast", "views"], views).learn.contrast.views == ("end", "hand")
-    assert change(settings, ["learn", "classes_per_step"], None).learn.classes_per_step is None
+        assert change(settings, {"learn.contrast.views": views}).learn.contrast.views == ("end", "hand")
+    assert change(settings, {"learn.classes_per_step": None}).learn.classes_per_step is None
 
 
 def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ from selftpt.methods.ship import (
 from selftpt.models.tokenizer import class_tokens, clean_name, end_ids
 from selftpt.prompt import Prompt
 from selftpt.training import RunFiles, source_features
-from tests.family import check_single_steps, raise_error
-from tests.folders import make_photos
+from tests.helpers.folders import make_photos
+from tests.helpers.methods import check_single_steps, raise_error
+from tests.helpers.models import Small, model, relative, small
 from tests.oracle import plain
 from tests.oracle import ship as slow
-from tests.small import Small, model, relative, small
 
 NAMES = ["cat", "red kite", "bird etc."]  # of the last, CLIP joins both full stops in one token
 GENERATOR = GeneratorConfig(epochs=2, batch=2, encoder=7, generator=9, length=3)

@@ -21,9 +21,9 @@ from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.training import learning_rate
+from tests.helpers.models import Small, model, random_prompt, relative, small
 from tests.oracle import plain
 from tests.oracle import swapprompt as oracle
-from tests.small import Small, model, random_prompt, relative, small
 
 NAMES = ("red fox", "blue whale", "kite etc.")  # of the last, CLIP joins both full stops in one token
 TEMPLATE = "a photo of a {}."

@@ -21,7 +21,7 @@ from selftpt.evaluation.tables import Cell, Row, Table, column_title, make_table
 from selftpt.evaluation.tables.paper import method_order
 from selftpt.evaluation.tables.render import escape_latex
 from selftpt.methods import METHODS
-from tests.commands import Run, refused
+from tests.helpers.commands import Run, refused
 
 CLIP_B16 = {"name": "ViT-B-16-quickgelu", "pretrained": "openai", "digest": "0123456789abcdef"}
 TINY = {"name": "selftpt-tiny", "pretrained": None, "digest": "fedcba9876543210"}

@@ -20,8 +20,8 @@ from selftpt.data.features import Block
 from selftpt.data.views import ViewSpec
 from selftpt.methods import METHODS, FitContext, Predictor, tda
 from selftpt.methods.tda import TDA, TdaConfig, adapted_logits, keep, merge
+from tests.helpers.models import model
 from tests.oracle import tda as oracle
-from tests.small import model
 
 NAMES = ("red fox", "blue whale", "kite")
 TEMPLATE = "a photo of a {}."

@@ -25,8 +25,8 @@ from selftpt.models.text import (
     encode_template,
 )
 from selftpt.models.tokenizer import ClassTokens, Tokenizer, end_ids, tokenize
+from tests.helpers.models import KINDS, PACKED, SPECS, Small, names_of, random_prompt, relative, small
 from tests.oracle import plain
-from tests.small import KINDS, PACKED, SPECS, Small, names_of, random_prompt, relative, small
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-9}
 BOTH_WAYS = ("vit", "vit-quickgelu", "layerscale", "qk-norm", "worldwide", "mobileclip", "siglip", "coca", "bert")

@@ -14,7 +14,7 @@ from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 from selftpt.config import ContrastConfig
 from selftpt.errors import SelfTPTError
 from selftpt.models.tokenizer import Tokenizer, class_tokens, clean_name, end_ids, tokenize
-from tests.small import KINDS, Frame, Pieces, PiecesTokenizer, name_of, small
+from tests.helpers.models import KINDS, Frame, Pieces, PiecesTokenizer, name_of, small
 
 OPEN_CLIP = SimpleTokenizer()
 CLIP = Tokenizer(OPEN_CLIP, 77)

@@ -22,10 +22,10 @@ from selftpt.methods.c_tpt import C_TPT, CTptConfig, dispersion
 from selftpt.methods.coop import CoopTrainConfig
 from selftpt.methods.tda import CONFIDENT, merge
 from selftpt.methods.tpt import TPT, CoopTptConfig, TptConfig, Tuner, mean_entropy, most_confident
-from tests.family import raise_error
-from tests.folders import make_photos
+from tests.helpers.folders import make_photos
+from tests.helpers.methods import raise_error
+from tests.helpers.models import Small, model, relative, small
 from tests.oracle import tpt as oracle
-from tests.small import Small, model, relative, small
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
 WORDS = "a photo of a"

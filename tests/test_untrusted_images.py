@@ -19,8 +19,8 @@ import torch
 from PIL import EpsImagePlugin, IcoImagePlugin, Image, ImageFile, JpegImagePlugin, WebPImagePlugin, WmfImagePlugin
 
 from selftpt.data.decoding import DECODERS, ImageError, open_image
-from tests import pictures
-from tests.pictures import WHITE, encoded, scene
+from tests.helpers import images as pictures
+from tests.helpers.images import WHITE, encoded, scene
 
 
 def refusal(source: Any, **options: Any) -> str:

@@ -18,10 +18,10 @@ from selftpt.config import AdaptConfig
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.methods import METHODS, FitContext, FittedMethod
 from selftpt.methods.visdesc import VISDESC, VisDescConfig, relative_clause
-from tests.commands import Run, refused
-from tests.folders import make_model, make_photos
+from tests.helpers.commands import Run, refused
+from tests.helpers.folders import make_model, make_photos
+from tests.helpers.models import Small, model, relative, small
 from tests.oracle import described
-from tests.small import Small, model, relative, small
 
 NAMES = ["cat", "red_kite", "bird on  the lake"]
 DESCRIBED = {

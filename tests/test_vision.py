@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from selftpt.data.transforms import Preprocess
 from selftpt.models import Model
 from selftpt.models.image import ImageTower, fold
-from tests.small import KINDS, SPECS, perturb, relative, small
+from tests.helpers.models import KINDS, SPECS, perturb, relative, small
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

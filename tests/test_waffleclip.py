@@ -14,8 +14,8 @@ from selftpt.classifier import Classifier
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.methods import METHODS, FitContext
 from selftpt.methods.waffleclip import CHARACTERS, WAFFLECLIP, WaffleClipConfig, draw, vocabulary
+from tests.helpers.models import Small, name_of, relative, small
 from tests.oracle import described
-from tests.small import Small, name_of, relative, small
 
 NAMES = ["cat", "red kite", "bird on the lake"]
 

@@ -17,8 +17,8 @@ from selftpt.classifier import confident_views, entropy
 from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.methods import METHODS, FitContext
 from selftpt.methods.zero import ZERO, ZeroConfig, vote
+from tests.helpers.models import model
 from tests.oracle import zero as oracle
-from tests.small import model
 
 NAMES = ("red fox", "blue whale", "kite")
 TEMPLATE = "a photo of a {}."

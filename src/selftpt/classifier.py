@@ -107,14 +107,22 @@ class Classifier:
                 raise SelfTPTError(f"the scale must be above 0, not {scale}")
         except SelfTPTError as error:
             raise SelfTPTError(f"{path} is not a valid classifier file: {error}") from error
-        if model is not None:
-            model_id.check(model, f"the classifier {path}")
-            if weights.shape[1] != model.dimension:
-                raise SelfTPTError(
-                    f"{path} is not a valid classifier file: its class vectors have {weights.shape[1]} dimensions, and "
-                    f"the features of {model_id} have {model.dimension}"
-                )
-        return cls(names, weights, scale, model_id, header["origin"], model)
+        made = cls(names, weights, scale, model_id, header["origin"])
+        return made if model is None else made.with_model(model, f"the classifier {path}")
+
+    def with_model(self, model: Model, what: str = "the classifier") -> Classifier:
+        """The classifier with its model.
+
+        Raises:
+            SelfTPTError: It was made with another model; `what` names it in the message.
+        """
+        self.model_id.check(model, what)
+        if self.weights.shape[1] != model.dimension:
+            raise SelfTPTError(
+                f"{what} does not fit its model: its class vectors have {self.weights.shape[1]} dimensions, and the "
+                f"features of {model.id} have {model.dimension}"
+            )
+        return dataclasses.replace(self, model=model)
 
     def probabilities(self, features: Tensor) -> Tensor:
         """Eq. 1: L2-normalised image features [..., D] to probabilities [..., C], on the features' device."""
@@ -146,12 +154,19 @@ class Classifier:
         config = config or PredictConfig()
         if top is not None:
             config = dataclasses.replace(config, top=top)
-        if self.model is None:
-            object.__setattr__(self, "model", load_recorded_model(self.model_id, "the classifier"))
-        assert self.model is not None
-        self.model_id.check(self.model, "the classifier")
+        model = self.model or load_recorded_model(self.model_id, "the classifier")
+        object.__setattr__(self, "model", self.with_model(model).model)
+        return self._predict(model, images, config, on_error)
+
+    def _predict(
+        self,
+        model: Model,
+        images: ImageInput | Iterable[ImageInput],
+        config: PredictConfig,
+        on_error: Callable[[ImageError], None],
+    ) -> Iterator[Prediction]:
         specs = image_and_crops(config.views, seed=config.seed, max_megapixels=config.max_megapixels)
-        provider = FeatureProvider(self.model, specs, batch=config.batch, on_error=on_error)
+        provider = FeatureProvider(model, specs, batch=config.batch, on_error=on_error)
         for block in provider.blocks(expand(images, on_error)):
             yield from top_classes(
                 merge_views(self.probabilities(block.views), config.confident), self.names, block, config.top

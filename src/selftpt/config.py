@@ -30,17 +30,18 @@ INT_LIMIT = 2**31  # what every library and generator underneath takes
 LIMITS = {"above": "above {:g}", "minimum": "{:g} or more", "maximum": "at most {:g}", "below": "below {:.10g}"}
 
 
-def setting(default: Any, text: str, **limits: float) -> Any:
+def setting(default: Any, text: str, *, local: bool = False, **limits: float) -> Any:
     """A field of a `Config`.
 
     Args:
         default: its default value.
         text: its help on the command line.
+        local: whether it names a file, folder or repository, which a file from someone else must not decide.
         limits: the range of a number, by `above`, `minimum`, `maximum` and `below`. A subclass that declares the field
             again with another default inherits the limits that it does not give.
     """
     assert limits.keys() <= LIMITS.keys()
-    return field(default=default, metadata={"help": text, **limits})
+    return field(default=default, metadata={"help": text, **limits} | ({"local": True} if local else {}))
 
 
 @dataclass(frozen=True)
@@ -271,30 +272,32 @@ def kind_of(settings: Any, path: Sequence[str]) -> Any:
     return None if rest else get_type_hints(type(settings))[name]
 
 
-def change(settings: Any, path: Sequence[str], value: Any) -> Any:
-    """Replace one field.
+def change(settings: Any, changes: Mapping[str, Any]) -> Any:
+    """Replace fields, all at once, because the values of one may decide which values another may have.
 
     Args:
-        settings: a configuration.
-        path: the names that lead to the field, which must exist: `["learn", "lr"]`.
-        value: a value of JSON, as `--set` gives it; for a tuple also a string with commas.
-
-    Returns:
-        The configuration with this value.
+        settings: A configuration.
+        changes: Values by the dotted names of fields, which must exist: `{"learn.lr": 0.02}`. A value is one of JSON,
+            as `--set` gives it; for a tuple also a string with commas.
 
     Raises:
-        SelfTPTError: the field does not allow the value.
+        SelfTPTError: A field does not allow its value.
     """
-    name, *rest = path
-    if rest:
-        value = change(getattr(settings, name), rest, value)
-    else:
-        kind = kind_of(settings, path)
+    own: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            nested.setdefault(name, {})[rest] = value
+            continue
+        kind = kind_of(settings, [name])
         if get_origin(kind) is tuple and isinstance(value, str):
             value = value.split(",")
         elif _optional(kind) and type(value) is int:
             value = none_for_zero(name, value)
-    return dataclasses.replace(settings, **{name: value})
+        own[name] = value
+    own |= {name: change(getattr(settings, name), inner) for name, inner in nested.items()}
+    return dataclasses.replace(settings, **own)
 
 
 def restore(default: Any, values: Mapping[str, Any]) -> Any:
@@ -319,6 +322,13 @@ def restore(default: Any, values: Mapping[str, Any]) -> Any:
             for name, own in fields.items()
         },
     )
+
+
+def without_places(default: Any) -> dict[str, Any]:
+    """The default values of the fields of a configuration that name files, folders or repositories."""
+    return {
+        field.name: getattr(default, field.name) for field in dataclasses.fields(default) if "local" in field.metadata
+    }
 
 
 def none_for_zero(name: str, value: int) -> int | None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # files without tensors do without torch
 
 FORMAT = 2  # 1 has no digests
 MAX_HEADER = 32 << 20  # bytes
-MAX_SIZE = 4 << 30  # bytes of a file that is read into memory
+MAX_SIZE = 8 << 30  # bytes of a file that is read into memory
 MAX_DEPTH = 24  # of objects and lists inside each other in a header
 DTYPES = {  # code in safetensors: name in torch
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -331,6 +331,8 @@ def write_tensors(
         content = save(copies, {"selftpt": f"{sha256(text.encode()).hexdigest()} {text}"})
         if (length := int.from_bytes(content[:8], "little")) > MAX_HEADER:
             raise ValueError(f"its header has {length} bytes, more than {MAX_HEADER}")
+        if len(content) > MAX_SIZE:
+            raise ValueError(f"it has {len(content)} bytes, more than {MAX_SIZE}")
     except ValueError as error:
         raise SelfTPTError(f"cannot write {path}, which would not be a valid {kind} file: {error}") from error
     write_whole(path, content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selftpt.config import VIEWS, LearnConfig
-from selftpt.data.cache import Cache, code_digest
+from selftpt.data.cache import Cache, code_digest, content_digest
 from selftpt.data.decoding import ImageError, warn_of
 from selftpt.data.sources import Source
 from selftpt.files import check_writable, digest
@@ -50,7 +49,7 @@ def learn(
         out: Where the prompt is written. Beside it are `OUT.log.jsonl`, one line per step, and, during training,
             `OUT.checkpoint`, from which an interrupted run resumes bitwise-identically.
         initial: Initial values of `context` [M, d] or of the head's `w1`, `b1`, `w2`, `b2`.
-        cache: Where image features are cached.
+        cache: Where image features are cached; by default the user's cache folder.
         on_error: Called for every image that cannot be used; the others are used.
 
     Returns:
@@ -80,12 +79,17 @@ def learn_from_features(
     config: LearnConfig,
     out: Path | None = None,
     initial: Mapping[str, Tensor] | None = None,
+    optional: bool = False,
 ) -> Prompt:
-    """Learn a prompt from features [N, crops, D], of which each epoch takes the next crop, and labels [N]."""
+    """Learn a prompt from features [N, crops, D], of which each epoch takes the next crop, and labels [N].
+
+    With `optional`, files that cannot be written are a warning.
+    """
     training = prompt_training(model, tokens, features, labels, config)
     training.start_from(initial or {})
     settings = dataclasses.asdict(config)
-    files = RunFiles(out, _run_key(model, tokens, features, labels, settings, initial), model.id.meaningless)
+    key = _run_key(model, tokens, features, labels, settings, initial)
+    files = RunFiles(out, key, model.id.meaningless, optional)
     origin = {
         "stage": "learn",
         "settings": settings,
@@ -98,6 +102,7 @@ def learn_from_features(
     return prompt
 
 
+@with_gradients
 def prompt_training(
     model: Model, tokens: ClassTokens, features: Tensor, labels: Tensor, config: LearnConfig
 ) -> Training:
@@ -139,8 +144,7 @@ def _run_key(
     initial: Mapping[str, Tensor] | None,
 ) -> str:
     """A digest of all that determines the result, so that a checkpoint of another run is not resumed."""
-    contents = {name: tensor.contiguous().cpu().numpy() for name, tensor in {"": features, **(initial or {})}.items()}
-    hashes = [(name, hashlib.sha256(array.data).hexdigest()) for name, array in contents.items()]
+    hashes = [(name, content_digest(tensor)) for name, tensor in {"": features, **(initial or {})}.items()]
     return digest(code_digest(), model.id.digest, settings, tokens.names, hashes, labels.tolist())
 
 

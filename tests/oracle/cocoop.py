@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.helpers.models import Small
 from tests.oracle import plain
-from tests.small import Small
 
 
 def prompt_of(image: Tensor, context: Tensor, network: Sequence[Tensor]) -> Tensor:

@@ -8,8 +8,8 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from tests.helpers.models import Small
 from tests.oracle import plain
-from tests.small import Small
 
 
 def score(small: Small, image: Tensor, name: str, sentences: Sequence[str]) -> Tensor:

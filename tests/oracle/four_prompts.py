@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tests.helpers.models import Small
 from tests.oracle import plain
-from tests.small import Small
 
 PLACES = ("end", "front", "middle")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from tests.helpers.models import Small
 from tests.oracle import plain
-from tests.small import Small
 
 
 def unit(x: Tensor) -> Tensor:

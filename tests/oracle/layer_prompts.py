@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.models import Small
 from tests.oracle.plain import math_attention
-from tests.small import Small
 
 HIDDEN = float("-inf")
 

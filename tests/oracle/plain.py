@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.small import Small
+from tests.helpers.models import Small
 
 PAPER_VIEWS = ("end", "front", "middle", "hand")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.helpers.models import Small
 from tests.oracle import plain
-from tests.small import Small
 
 
 def entropy(p: Tensor) -> Tensor:

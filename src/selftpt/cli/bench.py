@@ -123,14 +123,13 @@ def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
     if not methods:
         raise SelfTPTError(f"--methods names none: choose one of {', '.join(METHODS)}")
     chosen = [find_method(name).config for name in methods]
-    for key, value in changes.items():
+    for key in changes:
         if key in KEPT_APART:
             raise SelfTPTError(f"{key} is not for --set: use {KEPT_APART[key]}")
-        holders = [settings for settings in chosen if kind_of(settings, key.split("."))]
-        if not holders:
+        if not any(kind_of(config, key.split(".")) for config in chosen):
             raise SelfTPTError(f"none of {', '.join(methods)} has a setting {key!r}")
-        for settings in holders:
-            change(settings, key.split("."), value)
+    for config in chosen:
+        change(config, {key: value for key, value in changes.items() if kind_of(config, key.split("."))})
 
 
 def chosen_datasets(bench: Bench, names: str | None) -> list[str]:

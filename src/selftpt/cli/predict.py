@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -81,8 +80,7 @@ def command(
 
         made = Classifier.load(classifier)
         model = options.load(made.model_id, f"the classifier {classifier}")
-        made.model_id.check(model, f"the classifier {classifier}")
-        show_classified(dataclasses.replace(made, model=model), paths, config, form)
+        show_classified(made.with_model(model, f"the classifier {classifier}"), paths, config, form)
         return
     if config != PredictConfig(top=config.top):
         raise SelfTPTError(
@@ -102,9 +100,7 @@ def command(
         raise SelfTPTError(f"{method} learns from no images: leave --source out")
     cache, train_set = caching.cache(), None if source is None else Source.read(source)
     model = options.load()
-    folder = cache.folder / "learned" if chosen.needs_labels and cache.reads else None
-    read_only = folder is not None and cache.writable("learned") is None
-    fitted = chosen.fit(FitContext(model, train_set, folder, cache, read_only=read_only), settings)
+    fitted = chosen.fit(FitContext(model, train_set, cache=cache), settings)
     predictor = fitted.for_classes(wanted, template)
     show(
         lambda report: predictor.predict(paths, config.top, cache=cache, on_error=report),

@@ -13,13 +13,15 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from selftpt.config import CacheMode
@@ -38,9 +40,10 @@ from selftpt.locks import lock
 from selftpt.models import Model
 
 SCHEMA = Schema(header={"model": str, "views": str, "images": list}, tensors={"features": "N V D"}, oldest=2)
+Result = TypeVar("Result")
 EVICTED = ("features", "classifiers", "learned")
 ENTRY_SUFFIXES = (".safetensors", ".damaged")
-LIBRARIES = ("torch", "torchvision", "open_clip_torch", "timm", "pillow", "numpy")
+LIBRARIES = ("torch", "torchvision", "open_clip_torch", "timm", "transformers", "pillow", "numpy")
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,15 @@ class Cache:
 
     mode: CacheMode = "on"
     max_gigabytes: float | None = 20.0
-    folder: Path = field(default_factory=cache_folder)
+    folder: Path = None  # type: ignore[assignment]  # set by __post_init__
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(CacheMode):
             raise SelfTPTError(f"the cache mode must be one of {', '.join(get_args(CacheMode))}, not {self.mode!r}")
         if self.max_gigabytes is not None and not self.max_gigabytes > 0:
             raise SelfTPTError(f"max_gigabytes of the cache must be above 0, or None, not {self.max_gigabytes}")
+        if self.folder is None:
+            object.__setattr__(self, "folder", cache_folder() if self.reads else Path())
         object.__setattr__(self, "folder", Path(self.folder))
 
     @property
@@ -106,10 +111,9 @@ class Cache:
         """Delete the least recently used entries until the size limit holds; a running training run is left alone."""
         if self.max_gigabytes is None:
             return
-        files = [file for kind in EVICTED for file in _files(self.folder / kind)]
+        files = [file for kind in EVICTED for file in _files(self.folder / kind) if file[0].suffix in ENTRY_SUFFIXES]
         excess = sum(stat.st_size for _, stat in files) - self.max_gigabytes * 1e9
-        entries = [(stat.st_mtime_ns, path, stat.st_size) for path, stat in files if path.suffix in ENTRY_SUFFIXES]
-        for _, path, size in sorted(entries):
+        for _, path, size in sorted((stat.st_mtime_ns, path, stat.st_size) for path, stat in files):
             if excess <= 0:
                 return
             with contextlib.suppress(OSError):
@@ -128,11 +132,85 @@ def code_digest(*packages: str) -> str:
         packages: Modules or packages below `selftpt`, such as `data`; all of it by default.
     """
     root = Path(__file__).parents[1]
-    sha = hashlib.sha256(repr([version(name) for name in LIBRARIES]).encode())
+    sha = hashlib.sha256(repr([_version(name) for name in LIBRARIES]).encode())
     places = [root / name for name in packages] or [root]
     for file in sorted(file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])):
         sha.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return sha.hexdigest()[:32]
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def content_digest(value: Any) -> str:
+    """A digest of the content of a tensor, an array or a PIL image."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu().contiguous()
+        value = tensor.flatten().view(torch.uint8).numpy()
+        kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    else:
+        value = np.asarray(value.convert("RGBA") if isinstance(value, Image.Image) else value)
+        kind = f"{value.dtype} {value.shape}"
+    return hashlib.sha256(kind.encode() + value.tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LearnedFiles:
+    """Where learned parameters are kept and found again.
+
+    Attributes:
+        folder: A folder in which they must be kept; None keeps them in the cache, if its policy allows.
+        cache: The cache.
+    """
+
+    folder: Path | None = None
+    cache: Cache = NO_CACHE
+
+    def read_or_learn(
+        self, name: str, read: Callable[[Path], Result], learn: Callable[[Path | None, bool], Result]
+    ) -> Result:
+        """What an earlier run learned, or what a new one learns.
+
+        A damaged file is set aside and learned again. Another process that learns the same is waited for.
+
+        Args:
+            name: Name of the file.
+            read: Reads the file; raises SelfTPTError if it is damaged.
+            learn: Learns and writes; is given the file, or None to write nothing, and whether writing may fail.
+        """
+        if self.folder is not None:
+            return self._locked(self.folder / name, read, learn, optional=False)
+        if not self.cache.reads:
+            return learn(None, True)
+        file = self.cache.folder / "learned" / name
+        if self.cache.writable("learned") is not None:
+            result = self._locked(file, read, learn, optional=True)
+            self.cache.evict()
+            return result
+        if file.is_file():
+            try:
+                return read(file)
+            except SelfTPTError as error:
+                warnings.warn(f"learning again: {error}", SelfTPTWarning, stacklevel=4)
+        return learn(None, True)
+
+    def _locked(
+        self, file: Path, read: Callable[[Path], Result], learn: Callable[[Path | None, bool], Result], optional: bool
+    ) -> Result:
+        with lock(file.with_suffix(".lock")):
+            if file.is_file():
+                try:
+                    result = read(file)
+                except SelfTPTError as error:
+                    set_aside(file, f"learning again: {error}")
+                else:
+                    self.cache.touch(file)
+                    return result
+            return learn(file, optional)
 
 
 class FeatureCache:
@@ -145,14 +223,14 @@ class FeatureCache:
         cache: The policy.
         model: Whose features these are.
         spec: Which views.
-        fixed_batch: Whether the features were computed in batches of a fixed size (`FeatureProvider`).
+        batch: The fixed size of the batches that the features are computed in; None if it varies.
     """
 
-    def __init__(self, cache: Cache, model: Model, spec: ViewSpec, fixed_batch: bool) -> None:
+    def __init__(self, cache: Cache, model: Model, spec: ViewSpec, batch: int | None) -> None:
         self.cache, self.model, self.spec = cache, model, spec
         key = digest(
             code_digest("data", "models"),
-            (model.id.digest, model.precision, model.device.type, fixed_batch),
+            (model.id.digest, model.precision, model.device.type, batch),
             spec.key,
         )
         self.folder = cache.folder / "features" / key
@@ -205,9 +283,11 @@ class FeatureCache:
         return features
 
     def _discard(self, shard: Path, error: SelfTPTError) -> None:
+        if not shard.exists():  # another process evicted it
+            return
         if self.cache.writes:
             set_aside(shard, str(error))
-        elif shard.exists():
+        else:
             warnings.warn(f"the cache entry is not used: {error}", SelfTPTWarning, stacklevel=4)
 
 
@@ -240,8 +320,15 @@ class CacheEntry:
     path: Path
 
     def remove(self) -> None:
-        """Delete it from the disk."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete it from the disk.
+
+        Raises:
+            SelfTPTError: A part of it cannot be deleted.
+        """
+        try:
+            shutil.rmtree(self.path)
+        except OSError as error:
+            raise SelfTPTError(f"cannot delete {error.filename or self.path}: {error.strerror}") from error
 
 
 def cache_entries(cache: Cache) -> Iterator[CacheEntry]:
@@ -258,7 +345,7 @@ def cache_entries(cache: Cache) -> Iterator[CacheEntry]:
     for kind, content in (
         ("classifiers", "adapted classifiers"),
         ("learned", "prompts and other learned parameters"),
-        ("generated", "images that a diffusion model generated, which are never evicted"),
+        ("generated", "images that a diffusion model generated; deleted only if named"),
     ):
         files = list(_files(cache.folder / kind))
         if files:

@@ -76,7 +76,7 @@ class FeatureProvider:
     ) -> None:
         self.model, self.specs, self.batch, self.fixed_batch = model, list(specs), batch, fixed_batch
         self.on_error = on_error
-        self.caches = [FeatureCache(cache, model, spec, fixed_batch) for spec in self.specs]
+        self.caches = [FeatureCache(cache, model, spec, batch if fixed_batch else None) for spec in self.specs]
         self.views = sum(spec.views for spec in self.specs)
 
     def __call__(self, images: Sequence[ImageInput]) -> Tensor:
@@ -101,6 +101,7 @@ class FeatureProvider:
             return self._prepare(*numbered, pixels)
 
         waiting: list[_Item] = []
+        missing = 0
         fresh: list[dict[FileFingerprint, Tensor]] = [{} for _ in self.specs]
         begin = time.monotonic()
         try:
@@ -109,10 +110,10 @@ class FeatureProvider:
                     self.on_error(item)
                     continue
                 waiting.append(item)
-                missing = sum(not all(one.encoded) for one in waiting)
+                missing += not all(item.encoded)
                 if len(waiting) == limit or (not pixels and missing == group):
                     yield self._finish(waiting, pixels, fresh)
-                    waiting = []
+                    waiting, missing = [], 0
                     if time.monotonic() - begin > SHARD_SECONDS:
                         self._write(fresh)
                         begin = time.monotonic()
@@ -138,7 +139,9 @@ class FeatureProvider:
         if not pixels:
             self._encode(items, fresh)
         device = self.model.device
-        views = torch.stack([torch.cat(item.parts) for item in items]).to(device)
+        parts = [part for item in items for part in item.parts]
+        views = (stack_views(parts, self.model.preprocess) if pixels else torch.cat(parts)).to(device)
+        views = views.unflatten(0, (len(items), self.views))
         return Block(torch.tensor([item.index for item in items]), [item.source for item in items], views)
 
     def _encode(self, items: list[_Item], fresh: list[dict[FileFingerprint, Tensor]]) -> None:
@@ -149,9 +152,8 @@ class FeatureProvider:
         pixels = stack_views([item.parts[k] for item, k in todo], self.model.preprocess)
         features = torch.cat([self._encode_batch(rows) for rows in pixels.split(self.batch)])
         if not features.isfinite().all():
-            raise SelfTPTError(
-                f"the image tower gives features that are not finite in {self.model.precision}: use fp32"
-            )
+            hint = "" if self.model.precision == "fp32" else f" in {self.model.precision}: use fp32"
+            raise SelfTPTError(f"the image tower gives features that are not finite{hint}")
         for (item, k), part in zip(todo, features.split([len(item.parts[k]) for item, k in todo]), strict=True):
             item.parts[k], fingerprint = part, item.fingerprints[k]
             if fingerprint is not None:

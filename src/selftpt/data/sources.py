@@ -43,6 +43,8 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", check_names(self.names))
+        if self.features is not None and not isinstance(self.features, Tensor):
+            raise SelfTPTError(f"the features of a source are a tensor, not {type(self.features).__name__}")
         count = len(self.images) if self.features is None else len(self.features)
         if self.features is not None and (self.images or self.features.ndim != 3):
             raise SelfTPTError("a source has either images, or features of shape [N, crops, D]")
@@ -128,7 +130,8 @@ class Source:
             labels: The class of each image: its name, or its index in `names`.
             names: The class names; by default those of the labels in alphabetical order.
         """
-        return cls(*_indexed(labels, names, ()), features[:, None] if features.ndim == 2 else features)
+        crops = features[:, None] if getattr(features, "ndim", None) == 2 else features
+        return cls(*_indexed(labels, names, ()), crops)
 
     @property
     def paths(self) -> tuple[Path, ...]:

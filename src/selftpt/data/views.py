@@ -94,7 +94,9 @@ class ViewSpec:
                     f"the tensor: a float tensor must be one preprocessed image of shape {[3, *preprocess.size]}, "
                     f"of which there are no crops; this one has shape {list(source.shape)}"
                 )
-            return source[None]
+            if not source.isfinite().all():
+                raise ImageError("the tensor: it has values that are not finite")
+            return source[None].cpu()
         decoded = image.decode(self.max_megapixels)
         rng = random.Random(_own_seed(source, decoded) if self.seed is None else self.seed)
         return preprocess.views(decoded, self.crops, rng, not self.crops, self.augmix, only)

@@ -107,10 +107,9 @@ class Bench:
         method = METHODS[run.method]
         changes = self._changes(run)
         settings = method.seeded(run.seed, shots=None) if method.needs_labels else method.seeded(run.seed)
-        for key, value in changes.items():
-            settings = change(settings, key.split("."), value)
+        settings = change(settings, changes)
         if method.uses_protocol_epochs(settings) and "learn.epochs" not in changes:
-            settings = change(settings, ("learn", "epochs"), self.protocol.epochs)
+            settings = change(settings, {"learn.epochs": self.protocol.epochs})
         return settings
 
     def _changes(self, run: Run) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class DiffusionConfig(tpt.TuneConfig):
     near: float = setting(
         0.8, "share of the views that is considered, those with logits most like the image's", above=0, maximum=1
     )
-    generated: str = setting("", "folder of generated images")
-    diffusion: str = setting("", f"diffusion model that generates missing images, such as {AUTHORS_MODEL}")
+    generated: str = setting("", "folder of generated images", local=True)
+    diffusion: str = setting("", f"diffusion model that generates missing images, such as {AUTHORS_MODEL}", local=True)
     guidance: float = setting(3.0, "guidance scale of the diffusion model", minimum=0)
     denoising: int = setting(50, "denoising steps of the diffusion model", above=0)
 
@@ -63,7 +63,7 @@ class Generated(ViewSpec):
     """`crops` generated variations of an image, in FOLDER/<name of the image's folder>/<name of the image>/.
 
     Attributes:
-        folder: The folder of generated images.
+        folder: The folder of generated images; an empty string is a folder in the cache.
         diffusion: The model that generates missing ones, or an empty string.
         guidance: Its guidance scale.
         denoising: Its denoising steps.
@@ -77,14 +77,16 @@ class Generated(ViewSpec):
     @property
     def key(self) -> tuple[object, ...]:
         how = (self.diffusion, self.guidance, self.denoising) if self.diffusion else ()
-        return *super().key, "generated", str(Path(self.folder).absolute()), *how
+        return *super().key, "generated", str(Path(self.folder).absolute()) if self.folder else "", *how
 
     def __str__(self) -> str:
-        return f"{self.crops} generated images in {self.folder}"
+        return f"{self.crops} generated images in {self.folder or 'the cache'}"
 
     def place(self, path: Path) -> Path:
         """The folder of the variations of an image."""
-        return Path(self.folder, path.absolute().parent.name, path.name)
+        how = digest(self.diffusion, self.guidance, self.denoising)
+        folder = Path(self.folder) if self.folder else cache_folder() / "generated" / how
+        return folder / path.absolute().parent.name / path.name
 
     def fingerprint(self, source: ImageInput) -> FileFingerprint | None:
         """Also of the generated images, unless the specification itself says how they are generated."""
@@ -220,8 +222,7 @@ def views(config: DiffusionConfig) -> list[ViewSpec]:
     if config.views == 1:
         return tpt.views(config)
     made_by = config.diffusion, config.guidance, config.denoising
-    folder = config.generated or str(cache_folder() / "generated" / digest(*made_by))
-    return [*tpt.views(config), Generated(config.views - 1, None, MAX_MEGAPIXELS, False, folder, *made_by)]
+    return [*tpt.views(config), Generated(config.views - 1, None, MAX_MEGAPIXELS, False, config.generated, *made_by)]
 
 
 REFERENCE = "Feng et al., ICCV 2023"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import hashlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,21 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from selftpt.classifier import Classifier, Prediction, expand, top_classes
-from selftpt.config import ContrastConfig, TrainConfig, restore
-from selftpt.data.cache import NO_CACHE, Cache, code_digest
+from selftpt.config import ContrastConfig, TrainConfig, change, restore, without_places
+from selftpt.data.cache import NO_CACHE, Cache, LearnedFiles, code_digest, content_digest
 from selftpt.data.decoding import ImageError, ImageInput, warn_of
 from selftpt.data.features import Block, FeatureProvider
 from selftpt.data.sources import Source
 from selftpt.data.views import ViewSpec, fingerprint
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from selftpt.files import Schema, digest, read_tensors, set_aside, write_tensors
+from selftpt.files import Schema, digest, read_tensors, write_tensors
 from selftpt.gradients import with_gradients
-from selftpt.locks import lock
 from selftpt.models import Model, ModelId, load_recorded_model
 from selftpt.names import check_names
 from selftpt.training import Crops, RunFiles, Training, source_crops, source_features
@@ -61,6 +60,9 @@ Probabilities = Callable[[Tensor], Tensor]  # views [N, V, D] or pixels [N, V, 3
 StreamProbabilities = Callable[[Iterable[Tensor]], Tensor]  # of a transductive method: blocks of views to [N, C]
 
 
+TrainFunction = Callable[["FitContext", Any], Training]
+
+
 @dataclass
 class FitContext:
     """What a method is given to learn from.
@@ -68,11 +70,10 @@ class FitContext:
     Attributes:
         model: The frozen model.
         train_set: Labelled images or features, for a method that needs labels.
-        folder: Where learned parameters and checkpoints are kept and found again; None keeps nothing.
-        cache: Where image features are cached.
+        folder: Where learned parameters and checkpoints are kept and found again; None keeps them in the cache.
+        cache: Where image features are cached; by default nowhere.
         initial: Initial values of parameters, by name.
         on_error: Called for every image that cannot be used.
-        read_only: Whether learned parameters in `folder` are used but none are added.
         unreadable: After fitting, the number of training images that could not be used.
     """
 
@@ -82,7 +83,6 @@ class FitContext:
     cache: Cache = NO_CACHE
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     on_error: Callable[[ImageError], None] = warn_of
-    read_only: bool = False
     unreadable: int = 0
 
     @property
@@ -102,78 +102,70 @@ class FitContext:
     def _few(self, config: TrainConfig) -> Source:
         return self.source.few(config.shots, config.seed)
 
-    def learned(self, name: str, config: Any, prepare: Callable[[], Training]) -> dict[str, Tensor]:
-        """Learned parameters by name: those of an earlier run in `folder`, or else those of a new training run.
+    @property
+    def files(self) -> LearnedFiles:
+        """Where learned parameters are kept."""
+        return LearnedFiles(self.folder, self.cache)
+
+    def learned(
+        self, train: TrainFunction, config: Any, dimensions: Mapping[str, str] | None = None
+    ) -> dict[str, Tensor]:
+        """Learned parameters by name: those of an earlier run, or else those of a new training run.
 
         Args:
-            name: Names the file.
+            train: Makes the training run.
             config: All that determines the result besides the training images: a `TrainConfig`, or a configuration
                 whose field `learn` is one.
-            prepare: Makes the training run.
+            dimensions: The dimensions of the parameters, as in `files.Schema`.
         """
         learn: TrainConfig = config if isinstance(config, TrainConfig) else config.learn
-        if self.folder is None:
-            return self._train(name, config, learn, prepare(), None)
-        file = self.learned_file(name, config)
-        if self.read_only:
-            return self._read(file, learn) or self._train(name, config, learn, prepare(), None)
-        with lock(file.with_suffix(".lock")):  # another process may be learning the same
-            return self._read(file, learn) or self._train(name, config, learn, prepare(), file)
+        schema = Schema(LEARNED.header, dimensions, LEARNED.oldest)
+        count = len(self._few(learn))
 
-    def _read(self, file: Path, learn: TrainConfig) -> dict[str, Tensor] | None:
-        """Parameters that were learned before; None if there are none, or if the file is damaged."""
-        if not file.is_file():
-            return None
-        try:
-            header, tensors = read_tensors(file, "learned", LEARNED)
-        except SelfTPTError as error:
-            if self.read_only:
-                warnings.warn(f"learning again: {error}", SelfTPTWarning, stacklevel=5)
-            else:
-                set_aside(file, f"learning again: {error}")
-            return None
-        self.unreadable = len(self._few(learn)) - header["images"]
-        if self.unreadable:
-            text = f"{self.unreadable} images could not be read when {file} was learned"
-            warnings.warn(text, SelfTPTWarning, stacklevel=5)
-        return tensors
+        def read(file: Path) -> dict[str, Tensor]:
+            header, tensors = read_tensors(file, "learned", schema)
+            self.unreadable = count - header["images"]
+            if self.unreadable:
+                text = f"{self.unreadable} images could not be read when {file} was learned"
+                warnings.warn(text, SelfTPTWarning, stacklevel=7)
+            return tensors
 
-    def _train(
-        self, name: str, config: Any, learn: TrainConfig, training: Training, file: Path | None
-    ) -> dict[str, Tensor]:
-        training.start_from(self.initial)
-        self.unreadable = len(self._few(learn)) - training.images
-        model_id = self.model.id
-        files = RunFiles(file, digest(file and file.stem, training.images), model_id.meaningless)
-        tensors = training.run(files)
-        header = {
-            "model": dataclasses.asdict(model_id),
-            "random_init": model_id.meaningless,
-            "name": name,
-            "config": dataclasses.asdict(config),
-            "classes": list(self.source.names),
-            "images": training.images,
-        }
-        files.finish(lambda path: write_tensors(path, "learned", tensors, header, LEARNED))
-        return tensors
+        def run(file: Path | None, optional: bool) -> dict[str, Tensor]:
+            training = train(self, config)
+            training.start_from(self.initial)
+            self.unreadable = count - training.images
+            model_id = self.model.id
+            key = digest(file and file.stem, training.images)
+            files = RunFiles(file, key, model_id.meaningless, optional)
+            tensors = training.run(files)
+            header = {
+                "model": dataclasses.asdict(model_id),
+                "random_init": model_id.meaningless,
+                "name": train.__module__,
+                "config": dataclasses.asdict(config),
+                "classes": list(self.source.names),
+                "images": training.images,
+            }
+            files.finish(lambda path: write_tensors(path, "learned", tensors, header, schema))
+            return tensors
 
-    def learned_file(self, name: str, config: Any) -> Path:
-        """Where `learned` keeps the parameters of this name, configuration and training images."""
-        assert self.folder is not None
+        return self.files.read_or_learn(self.learned_name(train, config), read, run)
+
+    def learned_name(self, train: TrainFunction, config: Any) -> str:
+        """The file name of the parameters that `learned` keeps: a digest of all that determines them."""
         source = self.source
         images = [fingerprint(i) if isinstance(i, str | os.PathLike) else content_digest(i) for i in source.images]
         features = None if source.features is None else content_digest(source.features)
         model = self.model.id.digest, self.model.precision, self.model.device.type
         initial = [(name, content_digest(value)) for name, value in self.initial.items()]
         data = source.names, images, features, source.labels
-        key = digest(code_digest(), type(config).__name__, dataclasses.asdict(config), model, data, initial)
-        return self.folder / f"{name}-{key}.safetensors"
-
-
-def content_digest(value: Any) -> str:
-    """A digest of a tensor, an array or a PIL image."""
-    array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-    return hashlib.sha256(f"{array.dtype} {array.shape}".encode() + array.tobytes()).hexdigest()
+        own = train.__module__, train.__qualname__, type(config).__name__, dataclasses.asdict(config)
+        code = code_digest()
+        if not train.__module__.startswith("selftpt."):
+            with contextlib.suppress(OSError):  # no source: it was typed in
+                code += inspect.getsource(train)
+        name = train.__module__.rpartition(".")[2].replace("_", "-")
+        return f"{name}-{digest(code, own, model, data, initial)}.safetensors"
 
 
 def own_config(_context: FitContext, config: Any) -> Any:
@@ -238,7 +230,7 @@ class Method:
     reference: str
     config: Any
     predictor: Callable[[FittedMethod, Sequence[str], str], Classifier | Probabilities | StreamProbabilities]
-    train: Callable[[FitContext, Any], Training] | None = None
+    train: TrainFunction | None = None
     train_config: Callable[[FitContext, Any], Any] = own_config
     data: Callable[[Any], Mapping[str, Any]] = no_data
     views: Callable[[Any], Sequence[ViewSpec]] = image_alone
@@ -285,9 +277,11 @@ class Method:
             return dataclasses.replace(self.config, learn=changed)
         return dataclasses.replace(self.config, seed=seed) if self.uses_seed else self.config
 
+    @with_gradients
     def training(self, context: FitContext, config: Any = None) -> Training:
         """The training run of a method that needs labels, not yet started: for single steps from outside."""
-        assert self.train is not None
+        if self.train is None:
+            raise SelfTPTError(f"{self.name} learns from no images: it has no training run")
         run = self.train(context, self.train_config(context, self.config if config is None else config))
         run.start_from(context.initial)
         return run
@@ -308,12 +302,10 @@ class Method:
             )
         data, tensors = dict(self.data(config)), dict[str, Tensor]()
         if self.train is not None:
-            train, chosen = self.train, self.train_config(context, config)
-            name = train.__module__.rpartition(".")[2].replace("_", "-")
-            tensors = context.learned(name, chosen, lambda: train(context, chosen))
+            tensors = context.learned(self.train, self.train_config(context, config), self.tensors or None)
             data["classes"] = list(context.source.names)
-        folder = None if context.read_only else context.folder
-        return FittedMethod(self, config, context.model.id, tensors, data, folder, context.model)
+        fitted = FittedMethod(self, config, context.model.id, tensors, data, context.files)
+        return fitted.with_model(context.model)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -326,7 +318,7 @@ class FittedMethod:
         model_id: The model it was fitted with.
         tensors: Learned parameters by name, on the CPU.
         data: JSON values.
-        folder: Where what is learned for a class list is kept; None keeps nothing.
+        files: Where what is learned for a class list is kept.
     """
 
     method: Method
@@ -334,14 +326,14 @@ class FittedMethod:
     model_id: ModelId
     tensors: Mapping[str, Tensor]
     data: Mapping[str, Any]
-    folder: Path | None = None
+    files: LearnedFiles = field(default_factory=LearnedFiles)
     _model: Model | None = None
 
     def __repr__(self) -> str:
         return f"FittedMethod({self.method.name}, {self.model_id})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "folder": None, "_model": None}
+        return {**self.__dict__, "files": LearnedFiles(), "_model": None}
 
     @property
     def model(self) -> Model:
@@ -399,8 +391,17 @@ class FittedMethod:
         write_tensors(Path(path), "fitted-method", self.tensors, header, FITTED)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Model | None = None) -> FittedMethod:
-        """Read a fitted method from a file; without a model, the one it names is loaded when it is first needed."""
+    def load(
+        cls, path: str | os.PathLike[str], model: Model | None = None, changes: Mapping[str, Any] | None = None
+    ) -> FittedMethod:
+        """Read a fitted method from a file.
+
+        Args:
+            path: The file.
+            model: Its model; by default the one that the file names is loaded when it is first needed.
+            changes: Settings to change, such as "generated": "folder". Settings that name files, folders or
+                repositories are not taken from the file.
+        """
         from selftpt.methods import METHODS
 
         header, tensors = read_tensors(Path(path), "fitted-method", FITTED)
@@ -409,7 +410,9 @@ class FittedMethod:
         method = METHODS[header["method"]]
         try:
             Schema(FITTED.header, method.tensors).check(header)
-            config = restore(method.config, header["config"])
+            config = change(
+                restore(method.config, header["config"]), without_places(method.config) | dict(changes or {})
+            )
             if method.needs_labels:
                 check_names(header["data"].get("classes"))
         except (SelfTPTError, ValueError) as error:
@@ -482,6 +485,17 @@ class Predictor:
         on_error: Callable[[ImageError], None] = warn_of,
     ) -> Iterator[Prediction]:
         """Classify images in the order given; `on_error` is called for every image that cannot be used."""
+        if top < 1:
+            raise SelfTPTError(f"top must be an integer above 0, not {top}")
+        return self._predict(images, top, cache, on_error)
+
+    def _predict(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        top: int,
+        cache: Cache,
+        on_error: Callable[[ImageError], None],
+    ) -> Iterator[Prediction]:
         fitted = self.fitted
         provider = FeatureProvider(fitted.model, fitted.method.views(fitted.config), cache, on_error=on_error)
         blocks = provider.blocks(expand(images, on_error), pixels=fitted.inputs == "pixels")

@@ -27,9 +27,7 @@ def configure(method: Method, changes: Mapping[str, Any]) -> Any:
     Raises:
         SelfTPTError: There is no such setting, or it does not allow the value.
     """
-    config = method.config
-    for key, value in changes.items():
-        if kind_of(config, key.split(".")) is None:
+    for key in changes:
+        if kind_of(method.config, key.split(".")) is None:
             raise SelfTPTError(f"{method.name} has no setting {key!r}: `selftpt methods --json` lists them")
-        config = change(config, key.split("."), value)
-    return config
+    return change(method.config, changes)

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,13 +20,11 @@ from torch import Tensor
 from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
 from selftpt.config import AdaptConfig, Config, ContrastConfig, LearnConfig, TrainConfig, setting
-from selftpt.data.cache import code_digest
+from selftpt.data.cache import code_digest, content_digest
 from selftpt.data.sources import Source
-from selftpt.errors import SelfTPTError
-from selftpt.files import digest, set_aside
+from selftpt.files import digest
 from selftpt.learning import learn_from_features
-from selftpt.locks import lock
-from selftpt.methods.method import FitContext, FittedMethod, Method, content_digest
+from selftpt.methods.method import FitContext, FittedMethod, Method
 from selftpt.models import Model
 from selftpt.models.text import encode_pairs
 from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name, end_ids
@@ -204,18 +203,13 @@ def learn_prompt(fitted: FittedMethod, new: Sequence[str]) -> Prompt:
         made = generated_features(model, vae, ids, each, features.shape[1], config.learn)
         features = torch.cat([features, made])
         labels = torch.cat([labels, torch.arange(len(known), len(everything)).repeat_interleave(each)])
-    if fitted.folder is None:
-        return learn_from_features(model, everything, features, labels, coop)
     learned = [(name, content_digest(tensors[name])) for name in sorted(tensors)]
     key = digest(code_digest(), fitted.model_id.digest, dataclasses.asdict(config), learned, known, new)
-    file = fitted.folder / f"ship-prompt-{key}.safetensors"
-    with lock(file.with_suffix(".lock")):
-        if file.is_file():
-            try:
-                return Prompt.load(file)
-            except SelfTPTError as error:
-                set_aside(file, f"learning again: {error}")
-        return learn_from_features(model, everything, features, labels, coop, file)
+
+    def learn(file: Path | None, optional: bool) -> Prompt:
+        return learn_from_features(model, everything, features, labels, coop, file, optional=optional)
+
+    return fitted.files.read_or_learn(f"ship-prompt-{key}.safetensors", Prompt.load, learn)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:

@@ -34,7 +34,7 @@ Descriptors = dict[str, list[str]]  # by the key of a class name
 class VisDescConfig(Config):
     """Where the descriptors are."""
 
-    descriptors: str = setting("", "a JSON file, class name to a list of descriptors, or a folder of them")
+    descriptors: str = setting("", "a JSON file, class name to a list of descriptors, or a folder of them", local=True)
 
 
 def key(name: str) -> str:

@@ -34,7 +34,7 @@ def vote(probabilities: Tensor, confidence_ratio: float) -> Tensor:
     """
     views, classes = probabilities.shape[-2:]
     order = confident_views(probabilities, 1.0)
-    count = confident_views(probabilities, confidence_ratio).shape[-1]
+    count = max(1, int(confidence_ratio * views))
     each = probabilities.argmax(-1).gather(-1, order)
     votes = F.one_hot(each[:, :count], classes).sum(-2)
     tied = votes == votes.amax(-1, keepdim=True)

@@ -102,6 +102,8 @@ def build_tokenizer(config: Mapping[str, Any], known_name: str | None, folder: P
     text = config["text_cfg"]
     length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = text.get("tokenizer_kwargs", {})
+    if options.get("trust_remote_code"):
+        raise SelfTPTError("the model's configuration asks to run code of its repository, which selftpt never does")
     lower = (known_name or "").lower()
     with _BUILDING:
         if name := text.get("hf_tokenizer_name"):

@@ -50,7 +50,7 @@ class FullAttention:
             q = rows[:, :, 0]
         else:
             q = queries[:, 0].unflatten(0, (rows.shape[0], -1))
-            mask = None if mask is None else mask[..., self._rows, :]
+            mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., self._rows, :]
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
         return out.transpose(1, 2).flatten(0, 1)
 

@@ -20,6 +20,7 @@ from selftpt.models.tokenizer import Tokenizer
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RANDOM = "random"
+TEXT_CHUNK = 256  # sentences that run at once
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class Model:
         if not texts:
             return torch.empty(0, self.dimension, device=self.device)
         sentences = [self.text.tokenizer.fitting(text) for text in texts]
-        features = encode_sentences(self.text, sentences, prompts=_to(prompts, self.device)).float()
+        chunk = TEXT_CHUNK if prompts is None else None  # without prompts there is no graph
+        features = encode_sentences(self.text, sentences, chunk, _to(prompts, self.device)).float()
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_images(self, pixels: Tensor) -> Tensor:
@@ -129,7 +131,8 @@ class Model:
         """
         with torch.inference_mode():
             features = self.encode_image(pixels, normalize=True)
-        return features.clone()
+        with torch.inference_mode(False):
+            return features.clone()
 
 
 def _to(prompts: LayerPrompts | None, device: torch.device) -> LayerPrompts | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ SCHEMA = Schema(header={"made_of": str, "epochs": int, "logged": int}, oldest=2)
 
 
 class RunFiles:
-    """What is learned, its log and its checkpoint, or nothing at all without a path.
+    """The result of a training run, its log and its checkpoint.
 
-    made_of: a digest of all that decides the result; a checkpoint of another making is not taken up.
+    Args:
+        out: The file of the result; None writes nothing.
+        made_of: A digest of all that determines the result; the checkpoint of another run is not resumed.
+        meaningless: Whether the model has random weights, which the log then says.
+        optional: Whether the run goes on with a warning if a file cannot be written.
     """
 
-    def __init__(self, out: Path | None, made_of: str, meaningless: bool) -> None:
-        self.out, self.made_of, self.meaningless = out, made_of, meaningless
+    def __init__(self, out: Path | None, made_of: str, meaningless: bool, optional: bool = False) -> None:
+        self.out, self.made_of, self.meaningless, self.optional = out, made_of, meaningless, optional
         self.logged = 0  # bytes of the log that the checkpoint vouches for
         if out is not None:
             self.log = out.with_name(out.name + ".log.jsonl")
@@ -71,13 +76,25 @@ class RunFiles:
             return
         mark = {"meaningless": True} if self.meaningless else {}
         text = "".join(json.dumps({**line, **mark}) + "\n" for line in lines).encode()
-        write_after(self.log, self.logged, text)
+        header = {"made_of": self.made_of, "epochs": epochs, "logged": self.logged + len(text)}
+        with self._writing():
+            write_after(self.log, self.logged, text)
+            write_tensors(self.checkpoint, "checkpoint", state.tensors(), header)
         self.logged += len(text)
-        header = {"made_of": self.made_of, "epochs": epochs, "logged": self.logged}
-        write_tensors(self.checkpoint, "checkpoint", state.tensors(), header)
 
     def finish(self, save: Callable[[Path], None]) -> None:
         """At the end: what was learned is saved, and the checkpoint goes."""
         if self.out is not None:
-            save(self.out)
+            with self._writing():
+                save(self.out)
             self.checkpoint.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except SelfTPTError as error:
+            if not self.optional:
+                raise
+            warnings.warn(f"the training run is not kept: {error}", SelfTPTWarning, stacklevel=5)
+            self.out = None

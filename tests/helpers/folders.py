@@ -11,7 +11,7 @@ from open_clip import create_model
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.pictures import noise
+from tests.helpers.images import noise
 
 CONFIG = {
     "model_cfg": {

@@ -15,8 +15,8 @@ from selftpt.data.cache import Cache
 from selftpt.data.sources import Source
 from selftpt.methods import FitContext, Method
 from selftpt.training import RunFiles
-from tests.folders import make_photos
-from tests.small import Small, model
+from tests.helpers.folders import make_photos
+from tests.helpers.models import Small, model
 
 OTHERS = ["blue bird", "cat", "boat on the lake", "dog"]
 PLAIN = "a photo of a {}."

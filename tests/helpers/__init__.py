@@ -1,0 +1,1 @@
+"""What several tests share: small models, images, folders, datasets, commands, a pretend GPU."""
