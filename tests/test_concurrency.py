@@ -24,6 +24,8 @@ from selftpt.methods.selection import configure
 from tests.helpers.folders import make_photos
 from tests.helpers.models import model
 
+pytestmark = pytest.mark.slow
+
 THREADS = 8
 NAMES = [f"{colour} {thing}" for colour in ("red", "blue") for thing in ("kite", "boat", "bird", "frog")]
 

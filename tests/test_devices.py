@@ -93,6 +93,7 @@ def test_the_three_stages(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(name: str, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
     method, source = METHODS[name], world.folder / "source"

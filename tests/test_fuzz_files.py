@@ -11,6 +11,8 @@ from selftpt.files import read_file
 from tests.fuzz import run
 from tests.fuzz_files import KINDS, Parts, folders
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory cannot be measured here")
 def test_mutated_files_are_refused_set_aside_or_give_the_same_answer() -> None:

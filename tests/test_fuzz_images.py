@@ -11,6 +11,8 @@ from selftpt.data.decoding import open_image
 from tests.fuzz import run
 from tests.fuzz_images import samples
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory cannot be measured here")
 def test_mutated_images_are_decoded_or_refused_in_one_line() -> None:

@@ -125,7 +125,7 @@ def test_another_seed_answers_another(name: str, world: World, tmp_path: Path) -
 
 
 @every_method
-@pytest.mark.parametrize("count", [2, 1000])
+@pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.slow)])
 def test_few_and_many_classes(name: str, count: int, world: World, tmp_path: Path) -> None:
     """Of names that the source does not have."""
     answer = Asked(name, world, tmp_path).answer(THINGS[:count])
@@ -342,6 +342,7 @@ def test_a_single_image_costs_one_forward_pass_of_one_image(world: World, monkey
     assert sizes == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @every_method
 def test_methods_work_without_gradient_mode(name: str, mode: Any, world: World, tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name", "calls"),
     [
