@@ -277,8 +277,8 @@ class Schema:
             )
             if not fits:
                 known = ", ".join(f"{letter} = {sizes[letter]}" for letter in letters if letter in sizes)
-                told = f"{dimensions} with {known}" if known else dimensions
-                raise ValueError(f"the shape of {name} must be {told}, not {shape}")
+                expected = f"{dimensions} with {known}" if known else dimensions
+                raise ValueError(f"the shape of {name} must be {expected}, not {shape}")
             if dtype != wanted:
                 raise ValueError(f"{name} must be of {DTYPES[wanted]}, not of {DTYPES[dtype]}")
         return sizes
@@ -301,8 +301,8 @@ def _check_type(value: Any, kind: Any, where: str) -> None:
         if type(value) is option and (option is not str or not CONTROL.search(value)):
             return
     names = {"str": "a string in one line", "dict": "an object", "int": "an integer", "float": "a number"}
-    told = getattr(kind, "__name__", str(kind))
-    raise ValueError(f"{where} must be {names.get(told, told)}, not {ascii(value)[:60]}")
+    expected = getattr(kind, "__name__", str(kind))
+    raise ValueError(f"{where} must be {names.get(expected, expected)}, not {ascii(value)[:60]}")
 
 
 def write_tensors(

@@ -30,7 +30,7 @@ from selftpt.names import check_names
 from selftpt.training import Crops, RunFiles, Training, source_crops, source_features
 from selftpt.version import __version__
 
-Inputs = Literal["features", "views", "pixels"]  # of the image; of the image and others views of it; raw pixels
+Inputs = Literal["features", "views", "pixels"]  # of the image; of the image and other views of it; raw pixels
 Requirement = Literal["any", "transformer image tower"]
 
 LEARNED = Schema(
