@@ -1,6 +1,6 @@
-"""How good and how fast the embedded model is: zero-shot top-1 on datasets in CoOp's layout, and pictures a second.
+"""How good and how fast the embedded model is: zero-shot top-1 on datasets in CoOp's layout, and images a second.
 
-`imagenet`: held-out pictures, 1,000-way; `imagenet_64` and `imagenet_32`: the same, made so small first.
+`imagenet`: held-out images, 1,000-way; `imagenet_64` and `imagenet_32`: the same, made so small first.
 `imagenet_unseen`: 200 classes, 200-way, by class vectors of a text tower that the same recipe made without them
 (`python -m tools.embedded_model --hold-out`). The rate is of `encode_images` on ready tensors over that of the bare
 timm tower, both in the same run.
@@ -40,7 +40,7 @@ DATASETS = ("caltech101", "oxford_pets", "eurosat", "dtd", "food101", "imagenet"
 
 
 def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
-    """Per cent of test pictures told right by "a photo of a ...".
+    """Per cent of test images told right by "a photo of a ...".
 
     Where the folder full/ has the whole of a split that was cut, also with each class weighed by its share of that.
     """
@@ -58,11 +58,11 @@ def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
 
 
 def show(model: Model, paths: Sequence[Path], side: int | None = None, batch: int = 32) -> Iterator[Tensor]:
-    """Batches of pixels [B, 3, S, S], uint8; `side`: of pictures that are first cut to squares of so many pixels."""
+    """Batches of pixels [B, 3, S, S], uint8; `side`: of images that are first cut to squares of so many pixels."""
 
     def pixels(path: Path) -> Tensor:
-        picture = open_image(path)
-        return model.preprocess(ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC) if side else picture)
+        image = open_image(path)
+        return model.preprocess(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC) if side else image)
 
     shown = in_threads(pixels, paths, ahead=2 * batch)
     while some := list(itertools.islice(shown, batch)):
@@ -70,21 +70,21 @@ def show(model: Model, paths: Sequence[Path], side: int | None = None, batch: in
 
 
 def small(model: Model, imagenet: Dataset, side: int) -> float:
-    """Per cent right of test pictures that are cut to squares of so many pixels a side."""
+    """Per cent right of test images that are cut to squares of so many pixels a side."""
     seen = torch.cat([model.encode_images(pixels) for pixels in show(model, imagenet.test.paths, side)])
     return top(zero_shot(model, imagenet.test.names)(seen[:, None]), torch.tensor(imagenet.test.labels), 1)
 
 
 def unseen(model: Model, imagenet: Dataset) -> float:
-    """Per cent right of pictures of the held-out classes, by the model that has not learned them.
+    """Per cent right of images of the held-out classes, by the model that has not learned them.
 
     It has the image tower of the embedded one, but a projection of its own: on top of the tower's own features.
     """
     header, exam = read_tensors(Path(__file__).with_name("embedded_unseen.safetensors"), "exam")
     place = {label: i for i, label in enumerate(header["labels"])}
     assert imagenet.train is not None
-    pictures = [pair for part in (imagenet.train, imagenet.test) for pair in zip(part.paths, part.labels, strict=True)]
-    rows = [(path, place[label]) for path, label in pictures if label in place]
+    images = [pair for part in (imagenet.train, imagenet.test) for pair in zip(part.paths, part.labels, strict=True)]
+    rows = [(path, place[label]) for path, label in images if label in place]
     seen = []
     with torch.inference_mode():
         for pixels in show(model, [path for path, _ in rows]):
@@ -95,7 +95,7 @@ def unseen(model: Model, imagenet: Dataset) -> float:
 
 
 def rates(model: Model) -> dict[str, float]:
-    """Pictures a second, batches of 32 ready tensors: of `encode_images` over timm's own tower in the better of the two
+    """Images a second, batches of 32 ready tensors: of `encode_images` over timm's own tower in the better of the two
     layouts of memory, and of timm's with channels last over channels first.
     """
     tower = timm.create_model("tf_efficientnet_lite0", num_classes=0).eval()
@@ -126,7 +126,7 @@ def main() -> None:
     for name in DATASETS:
         dataset = read_dataset(name, options.data)
         result |= zero_shot_top1(model, dataset)
-        size = f"{len(dataset.test.paths)} pictures, {len(dataset.test.names)} classes"
+        size = f"{len(dataset.test.paths)} images, {len(dataset.test.names)} classes"
         print(f"{name}: {result[name]:.1f} % of {size}", flush=True)
         if f"{name}_as_whole" in result:
             print(f"  {result[f'{name}_as_whole']:.1f} % by the whole test set's counts")

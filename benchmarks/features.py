@@ -18,7 +18,7 @@ import torch
 from measure import interleaved, ratio
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
-from predict import make_pictures
+from predict import make_images
 
 from selftpt.data.cache import Cache
 from selftpt.data.features import FeatureProvider
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pictures", type=int, default=128)
+    parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -41,17 +41,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder) / "cache"
         os.environ["SELFTPT_CACHE"] = str(cache)
-        paths = make_pictures(Path(folder), options.pictures)
+        paths = make_images(Path(folder), options.images)
         ready = torch.stack([transform(Image.open(path)) for path in paths[: options.batch]])
 
         def bare() -> None:
             with torch.inference_mode():
-                for _ in range(options.pictures // options.batch):
+                for _ in range(options.images // options.batch):
                     clip.encode_image(ready, normalize=True)
 
         def kept() -> None:
             provider = FeatureProvider(model, [ViewSpec()], Cache(), fixed_batch=True)
-            assert provider(paths).shape == (options.pictures, 1, model.dimension)
+            assert provider(paths).shape == (options.images, 1, model.dimension)
 
         def extract() -> None:
             shutil.rmtree(cache, ignore_errors=True)
@@ -61,7 +61,7 @@ def main() -> None:
 
     result = {
         "threads": options.threads,
-        "pictures_a_second": {name: options.pictures / statistics.median(s) for name, s in seconds.items()},
+        "images_a_second": {name: options.images / statistics.median(s) for name, s in seconds.items()},
         "of_bare_tower": ratio(seconds["bare"], seconds["extract"]),
         "kept_over_extracted": ratio(seconds["extract"], seconds["kept"]),
     }

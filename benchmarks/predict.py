@@ -1,7 +1,7 @@
-"""Stage 3 against the bare image tower, and against open_clip's usual loop: pictures a second, as ratios in one run.
+"""Stage 3 against the bare image tower, and against open_clip's usual loop: images a second, as ratios in one run.
 
 ViT-B/32 with random weights on JPEG files of about 500 x 375, batches of 32. The bare tower is open_clip's own, on
-tensors that are ready; the usual loop opens, transforms and encodes one picture after the other.
+tensors that are ready; the usual loop opens, transforms and encodes one image after the other.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from selftpt.config import PredictConfig
 from selftpt.models import load_model
 
 
-def make_pictures(folder: Path, count: int) -> list[Path]:
+def make_images(folder: Path, count: int) -> list[Path]:
     """JPEG files with the detail of a photograph: noise at several scales, about 60 kB each."""
     rng, paths = random.Random(0), []
     for i in range(count):
         width, height = rng.randrange(480, 521), rng.randrange(355, 396)
-        picture = Image.new("RGB", (width, height))
+        image = Image.new("RGB", (width, height))
         for scale in (4, 16, 64):
             small = (max(2, width // scale), max(2, height // scale))
             noise = Image.frombytes("RGB", small, rng.randbytes(3 * small[0] * small[1]))
-            picture = Image.blend(picture, noise.resize((width, height), Image.Resampling.BICUBIC), 0.6)
+            image = Image.blend(image, noise.resize((width, height), Image.Resampling.BICUBIC), 0.6)
         paths.append(folder / f"{i}.jpg")
-        picture.save(paths[-1], quality=92)
+        image.save(paths[-1], quality=92)
     return paths
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--pictures", type=int, default=96)
+    parser.add_argument("--images", type=int, default=96)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -55,27 +55,27 @@ def main() -> None:
     transform = image_transform_v2(PreprocessCfg(**clip.visual.preprocess_cfg), is_train=False)
 
     with tempfile.TemporaryDirectory() as folder:
-        paths = make_pictures(Path(folder), options.pictures)
+        paths = make_images(Path(folder), options.images)
         kilobytes = sum(path.stat().st_size for path in paths) / len(paths) / 1e3
         ready = torch.stack([transform(Image.open(path)) for path in paths[: options.batch]])
 
         def bare() -> None:
             with torch.inference_mode():
-                for _ in range(options.pictures // options.batch):
+                for _ in range(options.images // options.batch):
                     clip.encode_image(ready, normalize=True)
 
         def ours_bare() -> None:
-            for _ in range(options.pictures // options.batch):
+            for _ in range(options.images // options.batch):
                 model.encode_images(ready)
 
         def predict() -> None:
-            assert sum(1 for _ in classifier.predict(paths, config=config)) == options.pictures
+            assert sum(1 for _ in classifier.predict(paths, config=config)) == options.images
 
         def usual() -> None:
             with torch.inference_mode():
                 for path in paths:
-                    picture = transform(Image.open(io.BytesIO(path.read_bytes())))[None]
-                    (100 * clip.encode_image(picture, normalize=True) @ weights.t()).softmax(-1).topk(5)
+                    image = transform(Image.open(io.BytesIO(path.read_bytes())))[None]
+                    (100 * clip.encode_image(image, normalize=True) @ weights.t()).softmax(-1).topk(5)
 
         jobs = {"bare": bare, "ours_bare": ours_bare, "predict": predict, "usual": usual}
         seconds = interleaved(jobs, rounds=5)
@@ -83,8 +83,8 @@ def main() -> None:
     result = {
         "threads": options.threads,
         "batch": options.batch,
-        "kilobytes_a_picture": kilobytes,
-        "pictures_a_second": {name: options.pictures / statistics.median(s) for name, s in seconds.items()},
+        "kilobytes_a_image": kilobytes,
+        "images_a_second": {name: options.images / statistics.median(s) for name, s in seconds.items()},
         "of_bare_tower": ratio(seconds["bare"], seconds["predict"]),
         "of_our_bare_tower": ratio(seconds["ours_bare"], seconds["predict"]),
         "over_open_clip_loop": ratio(seconds["usual"], seconds["predict"]),

@@ -87,8 +87,8 @@ def contrast(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, l
     """CPT of a prompt on class names after so many steps of stage 2."""
     model, kind, context = bench.model, prompt.contrast, prompt.context.clone()
     tokens = class_tokens(model.text.tokenizer, names, len(context), kind)
-    hand = encode_template(model.text, tokens, kind.template) if "hand" in kind.views else None
-    task = Task(TextEncoder(model.text, tokens, len(context), kind.learned), hand, tokens.same, kind)
+    hand_crafted = encode_template(model.text, tokens, kind.template) if "hand_crafted" in kind.views else None
+    task = Task(TextEncoder(model.text, tokens, len(context), kind.learned), hand_crafted, tokens.same, kind)
     for _ in range(steps):
         context -= lr * contrast_step(task, context, Head(*prompt.head))[1]
     return contrast_step(task, context, Head(*prompt.head))[0]

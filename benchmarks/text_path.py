@@ -75,7 +75,7 @@ class PlainEncoder:
         return self._forward(x, self.ids).view(*self.shape, -1)
 
     @torch.no_grad()
-    def hand(self) -> Tensor:
+    def hand_crafted(self) -> Tensor:
         return self._forward(self.clip.token_embedding(self.hand_ids), self.hand_ids)
 
 
@@ -94,16 +94,18 @@ class Bench:
 
     def prepare(self) -> None:
         """What is done once per class list."""
-        hand = None
+        hand_crafted = None
         if self.ours:
-            self.encoder = TextEncoder(self.model.text, self.tokens, 4, chunk=self.chunk)
-            hand = encode_template(self.model.text, self.tokens, "a photo of a {}.", self.chunk)
+            self.encoder: TextEncoder = TextEncoder(self.model.text, self.tokens, 4, chunk=self.chunk)
+            hand_crafted = encode_template(self.model.text, self.tokens, "a photo of a {}.", self.chunk)
         else:
             self.encoder = PlainEncoder(self.model, self.tokens, 4)  # type: ignore[assignment]
-        self.task = Task(self.encoder, hand, self.tokens.same, ContrastConfig())
+        self.task = Task(self.encoder, hand_crafted, self.tokens.same, ContrastConfig())
 
     def _ready(self) -> Task:
-        return self.task if self.ours else Task(self.encoder, self.encoder.hand(), self.tokens.same, ContrastConfig())  # type: ignore[attr-defined]
+        if isinstance(self.encoder, PlainEncoder):
+            return Task(self.encoder, self.encoder.hand_crafted(), self.tokens.same, ContrastConfig())
+        return self.task
 
     def stage2(self) -> Tensor:
         return contrast_step(self._ready(), self.context, self.head)[1]

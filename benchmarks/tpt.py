@@ -1,6 +1,6 @@
-"""TPT for one picture, the plain way against ours: time and memory, as ratios in one run, and the same probabilities.
+"""TPT for one image, the plain way against ours: time and memory, as ratios in one run, and the same probabilities.
 
-ViT-B/16's text tower with random weights, fp32, 100 classes; the features of the picture's 64 views are random unit
+ViT-B/16's text tower with random weights, fp32, 100 classes; the features of the image's 64 views are random unit
 vectors. The plain way is that of the public program: a walk over all 77 positions with a graph, back, a step of AdamW,
 and a second walk. What either does once a class list is not in its time, but is in its memory.
 """
@@ -24,7 +24,7 @@ CLASSES = 100
 
 
 class PlainTPT:
-    """One prompt, tuned and put back for every picture; open_clip's own modules over every position."""
+    """One prompt, tuned and put back for every image; open_clip's own modules over every position."""
 
     def __init__(self, model: Model, names: Sequence[str], config: TptConfig) -> None:
         self.clip, self.scale, self.config = model.clip, model.scale, config
@@ -50,7 +50,7 @@ class PlainTPT:
             optimizer = torch.optim.AdamW([prompt], lr=s.lr, weight_decay=s.weight_decay)
             p = self.logits(prompt, views).softmax(-1)
             entropy = torch.special.entr(p).sum(-1)
-            chosen = entropy.argsort()[: int(len(views) * s.confident)]
+            chosen = entropy.argsort()[: int(len(views) * s.confidence_ratio)]
             torch.special.entr(p[chosen].mean(0)).sum().backward()
             optimizer.step()
             with torch.no_grad():
@@ -65,7 +65,7 @@ def make(model: Model, way: str, classes: int) -> Callable[[Tensor], Tensor]:
     return tuner(model, names, model.text.words(settings.words), settings)
 
 
-def picture(model: Model) -> Tensor:
+def image(model: Model) -> Tensor:
     """Unit features [1, 64, D]."""
     drawn = torch.randn(1, TptConfig().views, model.dimension, generator=torch.Generator().manual_seed(0))
     return F.normalize(drawn, dim=-1)
@@ -80,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model("ViT-B-16", "random", device="cpu")
-    shown = picture(model)
+    shown = image(model)
     if options.memory:
         make(model, options.memory, 4)(shown)  # so that libraries are loaded
         print(json.dumps({"mb": extra_memory(lambda: make(model, options.memory, CLASSES)(shown))}))
@@ -114,7 +114,7 @@ def main() -> None:
         "moved_by_tuning": untuned.item(),
     }
     told = f"{result['speedup']:.1f} times faster, 1/{result['memory_ratio']:.1f} of the memory"
-    print(f"a picture, {CLASSES} classes: {told}")
+    print(f"a image, {CLASSES} classes: {told}")
     if options.json:
         print(json.dumps(result))
 

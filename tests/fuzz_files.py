@@ -57,7 +57,7 @@ def make_prompt(folder: Path) -> Path:
     from tests.helpers.models import model, random_prompt, small
 
     head = initial_head(model().dimension, 6, 5, torch.Generator().manual_seed(3))
-    origin = {"stage": "learn", "settings": {"length": 4, "lr": 0.002}, "classes": NAMES, "pictures": 9}
+    origin = {"stage": "learn", "settings": {"length": 4, "lr": 0.002}, "classes": NAMES, "images": 9}
     path = folder / "prompt.safetensors"
     Prompt(random_prompt(small("vit"), 4), head, ContrastConfig(), model().id, origin).save(path)
     return path
@@ -146,9 +146,9 @@ def use_checkpoint(path: Path) -> Any:
 
 
 def make_features(folder: Path) -> Path:
-    from tests.helpers import images as pictures
+    from tests.helpers import image_files
 
-    pictures.noises(folder / "images", 3)
+    image_files.noises(folder / "images", 3)
     use_features(folder / "cache" / "features" / "any" / "shard")
     (shard,) = (folder / "cache").rglob("*.safetensors")
     return shard

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, features
 
 from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, place, remove, repeat, same
-from tests.helpers import images as pictures
+from tests.helpers import image_files
 
 REFUSED_MB = 1000  # memory that a refused image may take
 ACCEPTED_MB, BYTES_PER_PIXEL = 300, 24  # an accepted one, beside that
@@ -32,7 +32,7 @@ TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # libtiff reports damage on std
 
 def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     """Small images of every format and mode: a name, the file, and the size as seen, 0 x 0 if unsupported."""
-    image = pictures.noise(3, 37, 23)
+    image = image_files.noise(3, 37, 23)
     wide = np.arange(37 * 23, dtype=np.uint16).reshape(23, 37) * 70
     alpha = image.copy()
     alpha.putalpha(image.convert("L"))
@@ -56,14 +56,14 @@ def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     ]
     for format, mode, options in saved:
         if format not in ("WEBP", "AVIF") or features.check(format.lower()):
-            yield f"{format} {mode} {' '.join(options)}", pictures.encoded(modes[mode], format, **options), (37, 23)
-    frames: dict[str, Any] = {"save_all": True, "append_images": [pictures.noise(seed, 37, 23) for seed in (4, 5)]}
+            yield f"{format} {mode} {' '.join(options)}", image_files.encoded(modes[mode], format, **options), (37, 23)
+    frames: dict[str, Any] = {"save_all": True, "append_images": [image_files.noise(seed, 37, 23) for seed in (4, 5)]}
     for format in ("GIF", "PNG", "WEBP", "TIFF", "MPO"):
         options = frames | ({"disposal": 2} if format == "GIF" else {})
-        yield f"{format} animated", pictures.encoded(image, format, **options), (37, 23)
+        yield f"{format} animated", image_files.encoded(image, format, **options), (37, 23)
     for format in ("JPEG", "PNG", "WEBP"):
-        stored, exif = pictures.turned(image, 6)
-        yield f"{format} turned", pictures.encoded(stored, format, exif=exif), (37, 23)
+        stored, exif = image_files.turned(image, 6)
+        yield f"{format} turned", image_files.encoded(stored, format, exif=exif), (37, 23)
     colours = image.tobytes()
     yield "PPM 16-bit", b"P5 37 23 65535\n" + wide.astype(">u2").tobytes(), (37, 23)
     yield "PPM maxval", b"P6 # comment\n37 23 200\n" + bytes(min(value, 200) for value in colours), (37, 23)
@@ -71,11 +71,11 @@ def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     yield "PBM plain", b"P1 4 4\n" + b"0 1 1 0\n" * 4, (4, 4)
     rows = [colours[row * 111 : row * 111 + 111] for row in range(23)]
     deep = [bytes(value for byte in row for value in (byte, 7)) for row in rows]
-    yield "PNG 16-bit RGB", pictures.png(37, 23, 16, 2, deep, [(b"tRNS", struct.pack(">3H", 1, 2, 3))]), (37, 23)
+    yield "PNG 16-bit RGB", image_files.png(37, 23, 16, 2, deep, [(b"tRNS", struct.pack(">3H", 1, 2, 3))]), (37, 23)
     packed = b"name\0\0" + zlib.compress(bytes(50_000))
     yield (
         "PNG texts",
-        pictures.png(37, 23, 8, 2, rows, [(b"zTXt", packed), (b"iCCP", packed), (b"tEXt", b"a\0b")]),
+        image_files.png(37, 23, 8, 2, rows, [(b"zTXt", packed), (b"iCCP", packed), (b"tEXt", b"a\0b")]),
         (37, 23),
     )
     run_length = bytes(byte for _ in range(23) for byte in (37, 5, 0, 0)) + b"\0\1"
@@ -90,10 +90,10 @@ def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
         tags = {256: 37, 257: 23, 258: 8, 259: 1 if name == "raw" else 8, 262: 2, 277: 3, 284: 1, 322: 16, 323: 16}
         places = [8 + len(tile) * index for index in range(6)]
         tags |= {258: (8, 8, 8), 324: tuple(places), 325: (len(tile),) * 6}
-        yield f"TIFF tiles {name}", pictures.tiff(tags, tile * 6), (37, 23)
-    large = pictures.png(5000, 5000, 1, 0, [bytes(625)] * 5000)
+        yield f"TIFF tiles {name}", image_files.tiff(tags, tile * 6), (37, 23)
+    large = image_files.png(5000, 5000, 1, 0, [bytes(625)] * 5000)
     entry = struct.pack("<4B2H2I", 16, 16, 0, 0, 1, 32, len(large), 22)
-    yield "TIFF lzma", pictures.encoded(image, "TIFF", compression="lzma"), (0, 0)
+    yield "TIFF lzma", image_files.encoded(image, "TIFF", compression="lzma"), (0, 0)
     yield "ICO", struct.pack("<3H", 0, 1, 1) + entry + large, (0, 0)
     yield "EPS", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 37 23\n%%EndComments\nshowpage\n", (0, 0)
 
@@ -237,7 +237,7 @@ def work(_: Path) -> Callable[[Path], Answer]:
     model = load_model("selftpt-tiny")
     weights = torch.nn.functional.normalize(torch.ones(2, model.dimension), dim=-1)
     classifier = Classifier(("a", "b"), weights, 1.0, model.id, {}, model)
-    list(classifier.predict([pictures.noise(0)]))
+    list(classifier.predict([image_files.noise(0)]))
 
     def use(path: Path) -> Answer:
         answer = Answer()

@@ -54,7 +54,7 @@ def test_the_mean_of_the_learned_views_can_be_the_class_vectors() -> None:
     assert torch.allclose(found, F.normalize(sum(views), dim=-1), atol=1e-5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("views", [("end", "hand"), ("front", "middle"), ("end", "front", "middle")])
+@pytest.mark.parametrize("views", [("end", "hand_crafted"), ("front", "middle"), ("end", "front", "middle")])
 def test_adapting_follows_the_views_of_the_prompt(views: tuple[str, ...]) -> None:
     some = adapt(model(), prompt(contrast=ContrastConfig(views=views)), NAMES)  # type: ignore[arg-type]
     assert not torch.allclose(some.weights, adapt(model(), prompt(), NAMES).weights, atol=1e-6)
@@ -126,7 +126,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
         ({"contrast": {"views": "end"}}, {}, "ContrastConfig.views must be a list"),
         ({"contrast": {"temperature": 0}}, {}, "ContrastConfig.temperature must be a number above 0"),
         ({"contrast": []}, {}, "contrast must be an object"),
-        ({"meaningless": 1}, {}, "meaningless must be"),
+        ({"random_init": 1}, {}, "random_init must be"),
         ({"origin": None}, {}, "origin must be an object"),
         ({"model": None}, {}, "model must be an object"),
         ({"more": 1}, {}, "unknown entry, 'more'"),

@@ -20,12 +20,12 @@ from selftpt.data.features import FeatureProvider
 from selftpt.data.threads import in_threads
 from selftpt.data.transforms import Preprocess
 from selftpt.data.views import LazyImage, ViewSpec
-from tests.helpers import images as pictures
+from tests.helpers import image_files
 from tests.helpers.models import model
 from tests.oracle import augmix as oracle
 
 
-def as_array(image: oracle.Picture | list[list[list[float]]]) -> np.ndarray:
+def as_array(image: oracle.Image | list[list[list[float]]]) -> np.ndarray:
     return np.array(image, float).transpose(1, 2, 0)
 
 
@@ -35,7 +35,7 @@ def test_operations_equal_the_reference(place: int) -> None:
     near = 1.01 if oracle.NAMES[place] in ("rotate", "shear_x", "shear_y") else 0
     changed = 0.0
     for seed in range(6):
-        image = pictures.noise(seed, 40, 33)
+        image = image_files.noise(seed, 40, 33)
         found = np.asarray(OPERATIONS[place](image, random.Random(seed)), float)
         slow = oracle.operate(oracle.planes(np.asarray(image).tolist()), oracle.NAMES[place], random.Random(seed))
         off = np.abs(found - as_array(slow))
@@ -47,7 +47,7 @@ def test_operations_equal_the_reference(place: int) -> None:
 def slowly(operation: Operation) -> oracle.Operation:
     """An operation on PIL images as one on rows of pixels."""
 
-    def on_rows(rows: oracle.Picture, rng: random.Random) -> oracle.Picture:
+    def on_rows(rows: oracle.Image, rng: random.Random) -> oracle.Image:
         image = Image.fromarray(np.array(rows, np.uint8).transpose(1, 2, 0).copy())
         return oracle.planes(np.asarray(operation(image, rng)).tolist())
 
@@ -58,7 +58,7 @@ def slowly(operation: Operation) -> oracle.Operation:
 @given(seed=st.integers(0, 2**32), width=st.integers(4, 24), height=st.integers(4, 24))
 def test_mix_equals_the_reference(seed: int, width: int, height: int) -> None:
     """Of chains of the operations that are compared above."""
-    image = pictures.noise(seed % 1000, width, height)
+    image = image_files.noise(seed % 1000, width, height)
     found = augmix(image, random.Random(seed))
     rows = oracle.planes(np.asarray(image).tolist())
     wanted = as_array(oracle.mix(rows, random.Random(seed), [slowly(operation) for operation in OPERATIONS]))
@@ -79,7 +79,7 @@ def preprocess(size: tuple[int, int] = (24, 40)) -> Preprocess:
 
 def test_views_are_mixed_crops() -> None:
     """One generator gives the box, the flip and the mix of a crop, then those of the next; also for a single crop."""
-    image, cut = pictures.noise(0, 90, 50), preprocess()
+    image, cut = image_files.noise(0, 90, 50), preprocess()
     found = cut.views(image, 3, random.Random(5), mixed=True)
     assert torch.equal(found[0], cut(image))
     rng = random.Random(5)
@@ -93,7 +93,7 @@ def test_views_are_mixed_crops() -> None:
 
 
 def test_view_specification_mixes_the_crops(tmp_path: Path) -> None:
-    (path,) = pictures.noises(tmp_path, 1)
+    (path,) = image_files.noises(tmp_path, 1)
     image = LazyImage(path)
     found = ViewSpec(3, 5, augmix=True).make_views(preprocess(), image)
     assert torch.equal(found, preprocess().views(image.decode(80), 3, random.Random(5), whole=False, mixed=True))
@@ -101,7 +101,7 @@ def test_view_specification_mixes_the_crops(tmp_path: Path) -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    cut, some = preprocess(), [pictures.noise(i, 60, 60) for i in range(12)]
+    cut, some = preprocess(), [image_files.noise(i, 60, 60) for i in range(12)]
 
     def views(i: int) -> torch.Tensor:
         return cut.views(some[i], 4, random.Random(i), mixed=True)
@@ -114,7 +114,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 def test_features_with_and_without_augmix_are_cached_apart(tmp_path: Path) -> None:
     assert ViewSpec(3, 7).key == (3, 7, 80)
     assert ViewSpec(3, 7, augmix=True).key == (3, 7, 80, "augmix")
-    paths, specs = pictures.noises(tmp_path, 2), (ViewSpec(3, 7), ViewSpec(3, 7, augmix=True))
+    paths, specs = image_files.noises(tmp_path, 2), (ViewSpec(3, 7), ViewSpec(3, 7, augmix=True))
     plain, mixed = (FeatureProvider(model(), [spec], Cache())(paths) for spec in specs)
     assert not torch.allclose(plain, mixed, atol=1e-3)
     encoded = model().encoded

@@ -1,4 +1,4 @@
-"""Stage 3: pictures to predictions, in any company, and Self-TPT-v."""
+"""Stage 3: images to predictions, in any company, and Self-TPT-v."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from selftpt.data.views import LazyImage, image_and_crops
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import read_file, write_tensors
 from selftpt.models import Model, ModelId
-from tests.helpers import images as pictures
+from tests.helpers import image_files
 from tests.helpers.models import model, small
 
 NAMES = ("cat", "dog", "Éléphant", "猫", "fish")
@@ -39,9 +39,9 @@ NAMES = ("cat", "dog", "Éléphant", "猫", "fish")
 
 @functools.cache
 def classifier() -> Classifier:
-    """Class vectors along which pictures differ, for a random model sees little difference between them."""
+    """Class vectors along which images differ, for a random model sees little difference between them."""
     eyes = model()
-    features = eyes.encode_images(torch.stack([eyes.preprocess(pictures.noise(100 + i)) for i in range(len(NAMES))]))
+    features = eyes.encode_images(torch.stack([eyes.preprocess(image_files.noise(100 + i)) for i in range(len(NAMES))]))
     weights = F.normalize(features - features.mean(0), dim=-1)
     return Classifier(NAMES, weights, eyes.scale, eyes.id, {"made": "by hand"}, eyes)
 
@@ -59,7 +59,7 @@ def table(predictions: Iterator[Prediction]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return pictures.noises(tmp_path_factory.mktemp("pictures"), 7)
+    return image_files.noises(tmp_path_factory.mktemp("images"), 7)
 
 
 def failing(error: ImageError) -> None:
@@ -86,19 +86,19 @@ def test_probabilities_are_those_of_equation_1(paths: list[Path]) -> None:
         rows.append([math.exp(logit) / total for logit in logits])
         assert prediction.path == str(path)
         torch.testing.assert_close(whole(prediction), torch.tensor(rows[-1]), rtol=0, atol=1e-5)
-    assert (torch.tensor(rows).std(0) > 1e-2).all(), "all pictures look the same to this model"
+    assert (torch.tensor(rows).std(0) > 1e-2).all(), "all images look the same to this model"
 
 
-def test_every_kind_of_picture(paths: list[Path]) -> None:
-    """Alone or in a list, the same picture has the same answer; only a path is told again."""
+def test_every_kind_of_image(paths: list[Path]) -> None:
+    """Alone or in a list, the same image has the same answer; only a path is told again."""
     made, path = classifier(), paths[1]
-    picture = open_image(path)
-    pixels = torch.tensor(list(picture.tobytes()), dtype=torch.uint8).view(*picture.size[::-1], 3).permute(2, 0, 1)
-    seen = model().preprocess.normalize(model().preprocess(picture)[None])[0]
+    image = open_image(path)
+    pixels = torch.tensor(list(image.tobytes()), dtype=torch.uint8).view(*image.size[::-1], 3).permute(2, 0, 1)
+    seen = model().preprocess.normalize(model().preprocess(image)[None])[0]
     wanted = table(made.predict([path]))
-    for given_, told in ((str(path), str(path)), (path, str(path)), (picture, None), (pixels, None), (seen, None)):
-        for pictures_ in (given_, [given_], iter([given_])):
-            (found,) = made.predict(pictures_, on_error=failing)
+    for given_, told in ((str(path), str(path)), (path, str(path)), (image, None), (pixels, None), (seen, None)):
+        for images_ in (given_, [given_], iter([given_])):
+            (found,) = made.predict(images_, on_error=failing)
             assert found.path == told
             torch.testing.assert_close(whole(found)[None], wanted, rtol=0, atol=1e-6)
     many = torch.stack([pixels, pixels.flip(1)])
@@ -118,10 +118,10 @@ def test_no_more_than_a_batch_at_once(
     assert seen == sizes
 
 
-def test_pictures_as_a_person_sees_them(tmp_path: Path) -> None:
-    stored, exif = pictures.turned(pictures.noise(0, 50, 30), 6)
+def test_images_as_a_person_sees_them(tmp_path: Path) -> None:
+    stored, exif = image_files.turned(image_files.noise(0, 50, 30), 6)
     stored.save(tmp_path / "turned.png", exif=exif)
-    found = table(classifier().predict([tmp_path / "turned.png", pictures.noise(0, 50, 30), stored]))
+    found = table(classifier().predict([tmp_path / "turned.png", image_files.noise(0, 50, 30), stored]))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
     assert (found[0] - found[2]).abs().max() > 1e-3
 
@@ -146,14 +146,14 @@ def test_one_answer_in_any_company(paths: list[Path], count: int, batch: int) ->
 
 
 @pytest.mark.parametrize(("count", "batch", "at_once"), [(1, 4, 4), (8, 16, 2), (8, 4, 1)])
-def test_pictures_are_taken_as_they_are_needed(count: int, batch: int, at_once: int) -> None:
-    """Of endless pictures, some answers: a batch is looked at while two more are got ready."""
+def test_images_are_taken_as_they_are_needed(count: int, batch: int, at_once: int) -> None:
+    """Of endless images, some answers: a batch is looked at while two more are got ready."""
     taken = []
 
     def endless() -> Iterator[Image.Image]:
         for seed in itertools.count():
             taken.append(seed)
-            yield pictures.noise(seed % 5)
+            yield image_files.noise(seed % 5)
 
     predictions = classifier().predict(endless(), config=views(count, batch=batch))
     assert taken == []
@@ -164,7 +164,7 @@ def test_pictures_are_taken_as_they_are_needed(count: int, batch: int, at_once: 
     torch.testing.assert_close(found[:5], found[5:], rtol=0, atol=1e-6)
 
 
-def test_order_is_kept_when_pictures_are_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_is_kept_when_images_are_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is not ready before the second, where there are threads for both."""
     second, real = threading.Event(), selftpt.data.views.open_image
 
@@ -180,9 +180,9 @@ def test_order_is_kept_when_pictures_are_slow(paths: list[Path], monkeypatch: py
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_bad_pictures_are_told_and_left_out(tmp_path: Path, paths: list[Path], batch: int) -> None:
+def test_bad_images_are_told_and_left_out(tmp_path: Path, paths: list[Path], batch: int) -> None:
     text, strip = tmp_path / "text.jpg", tmp_path / "strip.png"
-    text.write_text("no picture")
+    text.write_text("no image")
     Image.new("1", (30_000, 1)).save(strip)
     bad: list[Any] = [
         text,
@@ -208,20 +208,20 @@ def test_bad_pictures_are_told_and_left_out(tmp_path: Path, paths: list[Path], b
         assert "\n" not in line
 
 
-def test_folders_and_patterns_stand_for_the_pictures_in_them(paths: list[Path]) -> None:
+def test_folders_and_patterns_stand_for_the_images_in_them(paths: list[Path]) -> None:
     folder = paths[0].parent
     inside = [str(path) for path in sorted(paths)]
     assert [p.path for p in classifier().predict(folder)] == inside
     assert [p.path for p in classifier().predict([f"{folder}/*", paths[0]])] == [*inside, str(paths[0])]
 
 
-def test_bad_pictures_alone(tmp_path: Path) -> None:
+def test_bad_images_alone(tmp_path: Path) -> None:
     """By default they are warned of; nothing is answered."""
     with pytest.warns(SelfTPTWarning, match=r"none\.jpg: no such file"):
         assert list(classifier().predict(tmp_path / "none.jpg")) == []
 
 
-def test_large_pictures_by_the_setting(paths: list[Path]) -> None:
+def test_large_images_by_the_setting(paths: list[Path]) -> None:
     told: list[ImageError] = []
     found = classifier().predict(paths[0], config=PredictConfig(max_megapixels=1e-3), on_error=told.append)
     assert list(found) == []
@@ -263,7 +263,7 @@ def make_views(image: Any, config: PredictConfig) -> Tensor:
 
 
 def test_the_first_view_is_the_image_itself() -> None:
-    image, own = pictures.noise(0, 90, 50), model()
+    image, own = image_files.noise(0, 90, 50), model()
     made = make_views(image, views(8))
     assert made.shape == (8, 3, 32, 32)
     assert made.dtype == torch.uint8
@@ -280,14 +280,14 @@ def test_views_are_told_by_the_seed(paths: list[Path]) -> None:
     assert ((first - other).abs().amax(1) > 1e-5).all()
 
 
-@pytest.mark.parametrize("confident", [1.0, 0.5, 0.1])
-def test_views_are_merged(paths: list[Path], confident: float) -> None:
+@pytest.mark.parametrize("confidence_ratio", [1.0, 0.5, 0.1])
+def test_views_are_merged(paths: list[Path], confidence_ratio: float) -> None:
     """All of them, half, or one: each looked at alone, then merged by hand."""
-    made, eyes, config = classifier(), model(), views(8, confident=confident)
+    made, eyes, config = classifier(), model(), views(8, confidence_ratio=confidence_ratio)
     for path, found in zip(paths, made.predict(paths, config=config), strict=True):
         rows = [made.probabilities(eyes.encode_images(view[None]))[0] for view in make_views(path, config)]
         rows.sort(key=lambda row: -sum(p * math.log(p) for p in row.tolist()))
-        chosen = rows[: {1.0: 8, 0.5: 4, 0.1: 1}[confident]]
+        chosen = rows[: {1.0: 8, 0.5: 4, 0.1: 1}[confidence_ratio]]
         torch.testing.assert_close(whole(found), torch.stack(chosen).mean(0), rtol=0, atol=1e-6)
 
 
@@ -296,20 +296,20 @@ def test_views_are_merged(paths: list[Path], confident: float) -> None:
     shape=st.lists(st.integers(1, 3), max_size=2),
     count=st.integers(1, 9),
     classes=st.integers(1, 6),
-    confident=st.floats(0.01, 1),
+    confidence_ratio=st.floats(0.01, 1),
     seed=st.integers(0, 10**6),
 )
-def test_merging(shape: list[int], count: int, classes: int, confident: float, seed: int) -> None:
+def test_merging(shape: list[int], count: int, classes: int, confidence_ratio: float, seed: int) -> None:
     """The mean over the views of least entropy, one or more; probabilities may be 0."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(*shape, count, classes, generator=generator, dtype=torch.float64)
     sharpness = torch.tensor([0.1, 1, 5000])[torch.randint(3, (*shape, count, 1), generator=generator)]
     probabilities = (sharpness * drawn).softmax(-1)
-    found = merge_views(probabilities, confident)
+    found = merge_views(probabilities, confidence_ratio)
     assert found.shape == (*shape, classes)
     for rows, merged in zip(probabilities.view(-1, count, classes).tolist(), found.view(-1, classes), strict=True):
         told = sorted((-sum(p * math.log(p) for p in row if p > 0), i) for i, row in enumerate(rows))
-        keep = max(1, int(confident * count))
+        keep = max(1, int(confidence_ratio * count))
         if keep < count and told[keep][0] - told[keep - 1][0] < 1e-9:
             continue  # a tie: either will do
         chosen = [rows[i] for _, i in told[:keep]]
@@ -333,7 +333,7 @@ def test_saved_and_loaded(tmp_path: Path, paths: list[Path]) -> None:
         assert loaded.origin == {"made": "by hand"}
         assert torch.equal(loaded.weights, made.weights)
         assert list(loaded.predict(paths)) == list(made.predict(paths))
-    assert read_file(file)[0]["meaningless"] is True
+    assert read_file(file)[0]["random_init"] is True
     assert list(file.parent.iterdir()) == [file]
 
 

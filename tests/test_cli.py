@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from selftpt import adaptation
 from selftpt.files import read_file, write_tensors
-from selftpt.models import EMBEDDED_FILES
 from tests.helpers.commands import Answer, Run, refused
 from tests.helpers.folders import make_model, make_photos
 
 
 class Place(NamedTuple):
-    """A model, labelled pictures, and a prompt and a classifier made of them."""
+    """A model, labelled images, and a prompt and a classifier made of them."""
 
     model: Path
     photos: Path
@@ -51,7 +52,7 @@ def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
     prompt, classifier = tmp_path / "prompt.st", tmp_path / "classifier.st"
     learned = run("learn", place.photos, "--out", prompt, "--model", place.model, "--epochs", 2, "--shots", 2, "--json")
     assert learned.code == 0, learned.err
-    assert json.loads(learned.out)["pictures"] == 6
+    assert json.loads(learned.out)["images"] == 6
     adapted = run(
         "adapt", "--prompt", prompt, "--names", "cat, polar bear,dog", "--out", classifier, "--model", place.model
     )
@@ -65,7 +66,7 @@ def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
     assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
     assert all(len(row["names"]) == 2 and set(row["names"]) < {"cat", "polar bear", "dog"} for row in rows)
     assert all(row["probabilities"][0] >= row["probabilities"][1] > 0 for row in rows)
-    assert not any("meaningless" in row for row in rows)
+    assert not any("random_init" in row for row in rows)
 
 
 @pytest.mark.parametrize("own", [None, "7"])
@@ -171,7 +172,7 @@ def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, 
     assert "set aside" in second.err
 
 
-def test_pictures_come_from_files_folders_patterns_and_a_list(run: Run, place: Place) -> None:
+def test_images_come_from_files_folders_patterns_and_a_list(run: Run, place: Place) -> None:
     def paths(*places: str | Path, stdin: str = "") -> list[str]:
         answer = run(
             "predict", *places, "--classifier", place.classifier, "--model", place.model, "--json", stdin=stdin
@@ -198,24 +199,24 @@ def test_views_are_self_tpt_v_and_reproducible(run: Run, place: Place) -> None:
     assert many != predict()
     assert many == predict("--views", "8")
     assert many != predict("--views", "8", "--seed", "1")
-    assert many != predict("--views", "8", "--confident", "0.2")
+    assert many != predict("--views", "8", "--confidence-ratio", "0.2")
 
 
 def test_random_weights_are_marked_everywhere(run: Run, place: Place, tmp_path: Path) -> None:
     prompt, classifier = tmp_path / "p.st", tmp_path / "c.st"
     options = ["--model", place.model, "--pretrained", "random"]
-    assert json.loads(run("learn", place.photos, "--out", prompt, *options, "--epochs", 1, "--json").out)["meaningless"]
+    assert json.loads(run("learn", place.photos, "--out", prompt, *options, "--epochs", 1, "--json").out)["random_init"]
     adapted = run("adapt", "--prompt", prompt, "--names", "cat,dog", "--out", classifier, "--json", *options)
-    assert json.loads(adapted.out)["meaningless"]
+    assert json.loads(adapted.out)["random_init"]
     for file in (prompt, classifier):
-        assert read_file(file)[0]["meaningless"] is True
-        assert "meaningless" in run("inspect", file).out
-    assert all(json.loads(line)["meaningless"] for line in Path(f"{prompt}.log.jsonl").read_text().splitlines())
+        assert read_file(file)[0]["random_init"] is True
+        assert "randomly initialised weights" in run("inspect", file).out
+    assert all(json.loads(line)["random_init"] for line in Path(f"{prompt}.log.jsonl").read_text().splitlines())
     predict = ["predict", place.photos / "kite", "--classifier", classifier, *options]
     answers = [run(*predict, "--format", form) for form in ("jsonl", "csv", "table")]
     assert all("mean nothing" in answer.err for answer in answers)
-    assert json.loads(answers[0].out.splitlines()[0])["meaningless"] is True
-    assert [row["meaningless"] for row in csv.DictReader(io.StringIO(answers[1].out))] == ["true"] * 3
+    assert json.loads(answers[0].out.splitlines()[0])["random_init"] is True
+    assert [row["random_init"] for row in csv.DictReader(io.StringIO(answers[1].out))] == ["true"] * 3
     assert "mean nothing" in answers[2].out
 
 
@@ -235,9 +236,10 @@ def test_inspect_tells_what_is_in_a_file(run: Run, place: Place) -> None:
 
 def test_inspect_says_whether_a_digest_was_verified(run: Run, place: Place, tmp_path: Path) -> None:
     assert "digest: verified" in run("inspect", place.prompt).out
-    old = run("inspect", EMBEDDED_FILES / "prompt.safetensors")
-    assert "digest: none, as in every file of format 1" in old.out
-    assert json.loads(run("inspect", EMBEDDED_FILES / "prompt.safetensors", "--json").out)["verified"] is False
+    old = tmp_path / "old.safetensors"
+    save_file({"w": torch.ones(2)}, old, {"selftpt": '{"format": 1, "kind": "thing"}'})
+    assert "digest: none, as in every file of format 1" in run("inspect", old).out
+    assert json.loads(run("inspect", old, "--json").out)["verified"] is False
     data = bytearray(place.prompt.read_bytes())
     data[-1] ^= 1
     (tmp_path / "p").write_bytes(data)
@@ -412,28 +414,28 @@ def test_wrong_sources_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     assert not (tmp_path / "p").exists()
 
 
-def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> None:
+def test_wrong_images_are_told_of(run: Run, place: Place, tmp_path: Path) -> None:
     cut, text, huge = tmp_path / "cut.jpg", tmp_path / "text.jpg", tmp_path / "huge.png"
     good = place.photos / "kite" / "0.png"
     Image.open(good).resize((300, 300)).save(cut)
     cut.write_bytes(cut.read_bytes()[:-2000])
-    text.write_text("I am no picture")
+    text.write_text("I am no image")
     Image.new("1", (10_000, 10_000)).save(huge)
 
-    def predict(*pictures: Path, **_: object) -> Answer:
-        return run("predict", *pictures, "--classifier", place.classifier, "--model", place.model, "--json")
+    def predict(*images: Path, **_: object) -> Answer:
+        return run("predict", *images, "--classifier", place.classifier, "--model", place.model, "--json")
 
     for bad, words in ((cut, "cut short"), (text, "not an image"), (huge, "100 megapixels")):
         answer = predict(bad)
         refused(answer, words, str(bad))
         assert len(answer.err.splitlines()) == 1
     answer = predict(cut, text)
-    refused(answer, "none of the 2 pictures could be used")
+    refused(answer, "none of the 2 images could be used")
     assert sum(line.startswith("note: left out") for line in answer.err.splitlines()) == 2
     answer = predict(cut, good, text)
     assert answer.code == 0
     assert [json.loads(line)["path"] for line in answer.out.splitlines()] == [str(good)]
-    assert "2 of 3 pictures were left out" in answer.err
+    assert "2 of 3 images were left out" in answer.err
     raised = run(
         "predict", huge, "--classifier", place.classifier, "--model", place.model, "--json", "--max-megapixels", "101"
     )
@@ -468,7 +470,7 @@ def test_wrong_pictures_are_told_of(run: Run, place: Place, tmp_path: Path) -> N
     assert "gone[1].jpg" in gone.err
     refused(
         run("predict", "-", "--classifier", place.classifier, "--model", place.model, "--json", stdin="\n"),
-        "no picture was named",
+        "no image was named",
     )
 
 
@@ -557,7 +559,7 @@ def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     refused(run(*learn, "--seed", "1000000000000000"), "seed")
     refused(run(*learn, "--views", "end,back"), "'back'")
     refused(run(*learn, "--no-such-option"), "--no-such-option")
-    refused(run("predict", "--classifier", place.classifier, "--model", place.model), "pictures")
+    refused(run("predict", "--classifier", place.classifier, "--model", place.model), "images")
     refused(
         run("predict", place.photos, "--classifier", place.classifier, "--model", place.model, "--views", "0"),
         "views must be an integer above 0",

@@ -39,13 +39,13 @@ def test_the_authors_settings() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
-def test_prompts(pictures: int, length: int, seed: int) -> None:
+def test_prompts(count: int, length: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    images, context, network = drawn(pictures, 6), drawn(length, 5), Head(drawn(3, 6), drawn(3), drawn(5, 3), drawn(5))
+    images, context, network = drawn(count, 6), drawn(length, 5), Head(drawn(3, 6), drawn(3), drawn(5, 3), drawn(5))
     found = prompts_of(images, context, network)
     for image, prompt in zip(images, found, strict=True):
         assert relative(prompt, cocoop.prompt_of(image, context, network)) < 1e-12
@@ -53,7 +53,7 @@ def test_prompts(pictures: int, length: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "worldwide", "siglip", "clipa"])
 def test_loss_and_gradients(kind: str) -> None:
-    """Of three pictures at once, whole and in chunks."""
+    """Of three count at once, whole and in chunks."""
     model = small(kind, torch.float64)
     batch = batch_of(model, len(NAMES))
     parameters = [random_prompt(model, 3), *network_of(model)]
@@ -72,7 +72,7 @@ def test_loss_and_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
 def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From words and the drawn network; then the probabilities of other names, each picture under its own prompt."""
+    """From words and the drawn network; then the probabilities of other names, each image under its own prompt."""
     monkeypatch.setattr(fast, "NARROWING", 4)  # so small a model would have a single hidden unit
     settings = changed(CocoopConfig(), epochs=2, lr=0.02, warmup_lr=0.01)
     context, exact = make_context(tmp_path, kind), small(kind, torch.float64)

@@ -58,7 +58,11 @@ from tests.helpers.commands import Run, refused
         ),
         (ContrastConfig, {"normalize": 1}, "ContrastConfig.normalize must be true or false, not 1"),
         (AdaptConfig, {"steps": -1}, "AdaptConfig.steps must be an integer 0 or more, not -1"),
-        (PredictConfig, {"confident": 1.5}, "PredictConfig.confident must be a number above 0 and at most 1, not 1.5"),
+        (
+            PredictConfig,
+            {"confidence_ratio": 1.5},
+            "PredictConfig.confidence_ratio must be a number above 0 and at most 1, not 1.5",
+        ),
         (BenchConfig, {"share": 0}, "BenchConfig.share must be a number above 0 and at most 1, not 0"),
     ],
 )
@@ -77,7 +81,7 @@ def test_numbers_of_numpy_and_integers_become_what_the_field_says() -> None:
     for value, kind in ((made.epochs, int), (made.lr, float), (made.ce, float), (made.shots, int)):
         assert type(value) is kind
     assert repr(made) == repr(LearnConfig(epochs=3, lr=0.5, ce=1.0, shots=2))
-    assert ContrastConfig(views=["end", "hand"]).views == ("end", "hand")  # type: ignore[arg-type]
+    assert ContrastConfig(views=["end", "hand_crafted"]).views == ("end", "hand_crafted")  # type: ignore[arg-type]
 
 
 def test_the_defaults_are_what_they_are_checked_to_be() -> None:

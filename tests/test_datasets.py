@@ -42,7 +42,7 @@ NAMES = {
     "imagenet_a": ("tiger shark", "hammerhead shark", "electric ray"),
     "imagenet_r": ("tiger shark", "hammerhead shark", "electric ray"),
 }
-SIZES = {  # classes; pictures to train, validate, test
+SIZES = {  # classes; images to train, validate, test
     "imagenet": (1000, 1281167, None, 50000),
     "caltech101": (100, 4128, 1649, 2465),
     "oxford_pets": (37, 2944, 736, 3669),
@@ -71,7 +71,7 @@ SENTENCES = {
 
 
 def per_class(source: Source | None) -> set[int]:
-    """The numbers of pictures that classes have."""
+    """The numbers of images that classes have."""
     assert source is not None
     assert sorted(set(source.labels)) == list(range(len(source.names)))
     return set(Counter(source.labels).values())
@@ -125,7 +125,7 @@ def test_the_published_split_is_taken_as_it_is(tmp_path: Path, name: str) -> Non
     for part, source in (("train", dataset.train), ("test", dataset.test)):
         assert source is not None
         rows = rows_of(name)[part]
-        assert [path.relative_to(root / DATASETS[name].pictures).as_posix() for path in source.paths] == [
+        assert [path.relative_to(root / DATASETS[name].image_folder).as_posix() for path in source.paths] == [
             path for path, _, _ in rows
         ]
         assert list(source.labels) == [label for _, label, _ in rows]
@@ -163,7 +163,7 @@ def test_another_split_of_the_published_size_is_not_published(tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", ["oxford_pets", "food101", "sun397", "dtd", "ucf101"])
 def test_official_lists_stand_in_for_the_split_file(tmp_path: Path, name: str) -> None:
-    """The same test pictures, labels and names; train is all that is not for testing, but in DTD."""
+    """The same test images, labels and names; train is all that is not for testing, but in DTD."""
     root = make_tree(tmp_path, name)
     published = read_dataset(name, tmp_path)
     (root / str(DATASETS[name].split)).unlink()
@@ -193,7 +193,7 @@ def test_a_split_is_made_where_there_is_none(tmp_path: Path, name: str) -> None:
     called = {pattern.rpartition("/")[0]: name.replace("_", " ") for pattern, name in LISTED[name]}
     if name != "oxford_pets":
         for path, label in zip(made.test.paths, made.test.labels, strict=True):
-            folder = path.parent.relative_to(root / DATASETS[name].pictures).as_posix()
+            folder = path.parent.relative_to(root / DATASETS[name].image_folder).as_posix()
             assert made.test.names[label] == called[folder]
 
 
@@ -213,7 +213,7 @@ def test_the_made_split_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("each", [2, 3, 4, 5])
-def test_few_pictures_are_still_for_both(tmp_path: Path, each: int) -> None:
+def test_few_images_are_still_for_both(tmp_path: Path, each: int) -> None:
     make_photos(tmp_path / "mine", each=each)
     dataset = read_dataset(str(tmp_path / "mine"), None)
     assert min(per_class(dataset.train)) >= 1
@@ -230,13 +230,13 @@ def test_imagenet_is_sorted(tmp_path: Path) -> None:
     assert [path.name for path in train.paths[:3]] == [f"n01440764_{i}.JPEG" for i in (10, 2, 3)]
 
 
-def test_imagenet_without_training_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imagenet_without_training_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(make_tree(tmp_path, "imagenet") / "images" / "train")
     monkeypatch.setitem(DATASETS, "imagenet", replace(DATASETS["imagenet"], size=Size(12, 36, None, 24)))
     dataset = read_dataset("imagenet", tmp_path)
     assert dataset.train is None
     assert dataset.published  # what there is of it
-    with pytest.raises(SelfTPTError, match="no training pictures"):
+    with pytest.raises(SelfTPTError, match="no training images"):
         dataset.few_shot(16, 1)
 
 
@@ -260,7 +260,7 @@ def test_class_names_may_lie_with_imagenet(tmp_path: Path, name: str) -> None:
 def test_equal_names_of_imagenet_and_a_readme(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "imagenet_r")
     (root / "imagenet-r" / "README.txt").write_text("about")
-    (root / "imagenet-r" / "n01491361" / "._0.jpg").write_text("not a picture")
+    (root / "imagenet-r" / "n01491361" / "._0.jpg").write_text("not a image")
     text = (root / "classnames.txt").read_text()
     (root / "classnames.txt").write_text(text.replace("tiger shark", "electric ray"))
     test = read_dataset("imagenet_r", tmp_path).test
@@ -271,7 +271,7 @@ def test_equal_names_of_imagenet_and_a_readme(tmp_path: Path) -> None:
 def unsorted_val(root: Path) -> str:
     for folder in (root / "images" / "val").iterdir():
         shutil.rmtree(folder)
-    return "sort its pictures"
+    return "sort its images"
 
 
 def unnamed(root: Path) -> str:
@@ -282,7 +282,7 @@ def unnamed(root: Path) -> str:
 def empty_class(root: Path) -> str:
     shutil.rmtree(root / "images" / "val" / "n01440764")
     (root / "images" / "val" / "n01440764").mkdir()
-    return "n01440764 has no picture"
+    return "n01440764 has no image"
 
 
 def fewer_to_train(root: Path) -> str:
@@ -346,9 +346,9 @@ SPLIT = {
         ({"train": SPLIT["train"]}, 'no list "test"'),
         ({**SPLIT, "test": [["a_8.jpg", 0]]}, '["a_8.jpg", 0] in "test" is not of the form'),
         ({**SPLIT, "test": [["a_8.jpg", "0", "a"]]}, "is not of the form"),
-        ({**SPLIT, "test": [["a_8.jpg", 3, "d"]]}, "no picture has label 2, and others go up to 3"),
+        ({**SPLIT, "test": [["a_8.jpg", 3, "d"]]}, "no image has label 2, and others go up to 3"),
         ({**SPLIT, "test": [["a_8.jpg", 0, "c"]]}, "label 0 has two names, 'a' and 'c'"),
-        (SPLIT, "4 of the 4 pictures"),
+        (SPLIT, "4 of the 4 images"),
     ],
 )
 def test_wrong_split_files(tmp_path: Path, content: Any, words: str) -> None:
@@ -361,22 +361,22 @@ def test_wrong_split_files(tmp_path: Path, content: Any, words: str) -> None:
     refused("oxford_pets", tmp_path, str(file), words)
 
 
-def test_missing_pictures(tmp_path: Path) -> None:
+def test_missing_images(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "eurosat")
     first, second = root / "2750" / "AnnualCrop" / "AnnualCrop_2.jpg", root / "2750" / "Forest" / "Forest_9.jpg"
     first.unlink()
     second.unlink()
-    refused("eurosat", tmp_path, "2 of the 32 pictures", f"the first is {first}", "split_zhou_EuroSAT.json", "get them")
+    refused("eurosat", tmp_path, "2 of the 32 images", f"the first is {first}", "split_zhou_EuroSAT.json", "get them")
     (root / "split_zhou_EuroSAT.json").unlink()
     assert read_dataset("eurosat", tmp_path).split.startswith("made here")  # of what is there
 
 
-def test_missing_folder_of_pictures(tmp_path: Path) -> None:
+def test_missing_folder_of_images(tmp_path: Path) -> None:
     shutil.rmtree(make_tree(tmp_path, "stanford_cars") / "cars_train")
-    refused("stanford_cars", tmp_path, "16 of the 16 pictures", "https://ai.stanford.edu")
+    refused("stanford_cars", tmp_path, "16 of the 16 images", "https://ai.stanford.edu")
 
 
-def test_validation_pictures_are_not_needed(tmp_path: Path) -> None:
+def test_validation_images_are_not_needed(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "dtd")
     (root / "images" / "banded" / "banded_0006.jpg").unlink()
     assert per_class(read_dataset("dtd", tmp_path).train) == {5}
@@ -392,7 +392,7 @@ def test_two_folders_of_one_name(tmp_path: Path) -> None:
 
 def test_no_class_folders(tmp_path: Path) -> None:
     (tmp_path / "eurosat" / "2750").mkdir(parents=True)
-    refused("eurosat", tmp_path, "pictures of 0 classes", "2750")
+    refused("eurosat", tmp_path, "images of 0 classes", "2750")
 
 
 def test_locked_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +420,7 @@ def test_locked_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_few_shots_by_the_published_rule(tmp_path: Path) -> None:
-    """Classes in order of appearance, a sample of each, from one stream; a class of fewer pictures is taken whole."""
+    """Classes in order of appearance, a sample of each, from one stream; a class of fewer images is taken whole."""
     order = {"kite": 2, "ant": 0, "bee": 1}
     files = {name: [f"{name}/{i}.png" for i in range(2 if name == "bee" else 6)] for name in order}
     for path in (path for paths in files.values() for path in paths):
@@ -441,9 +441,9 @@ def test_few_shots_by_the_published_rule(tmp_path: Path) -> None:
 
 
 def test_few_shots_as_published() -> None:
-    """The places of the pictures that the published lists of Oxford Pets have, 16 shots, seed 1, its first two classes.
+    """The places of the images that the published lists of Oxford Pets have, 16 shots, seed 1, its first two classes.
 
-    Each class has 80 pictures to train with.
+    Each class has 80 images to train with.
     """
     rows = [(Path(f"{label}/{place}"), label) for label in range(37) for place in range(80)]
     source = Source(tuple(map(str, range(37))), tuple(path for path, _ in rows), tuple(label for _, label in rows))
@@ -459,7 +459,7 @@ def pets(tmp_path: Path) -> Dataset:
 
 
 def test_all_shots(pets: Dataset) -> None:
-    assert pets.few_shot(None, 1) == (pets.train, "all training pictures", True)
+    assert pets.few_shot(None, 1) == (pets.train, "all training images", True)
 
 
 def test_a_published_few_shot_list_comes_first(pets: Dataset) -> None:
@@ -479,7 +479,7 @@ def test_a_published_few_shot_list_comes_first(pets: Dataset) -> None:
     [
         (lambda rows: rows[:2], "other classes than OxfordPets"),
         (lambda rows: [[path, label, name.upper()] for path, label, name in rows], "other classes than OxfordPets"),
-        (lambda rows: [[f"not_{path}", label, name] for path, label, name in rows], "3 of the 3 pictures"),
+        (lambda rows: [[f"not_{path}", label, name] for path, label, name in rows], "3 of the 3 images"),
         (lambda rows: {}, 'no list "train"'),
         (lambda rows: [*rows, rows_of("oxford_pets")["test"][0]], "does not train with"),
     ],
@@ -495,13 +495,13 @@ def test_wrong_few_shot_lists(pets: Dataset, change: Callable[[Any], Any], words
 
 
 def test_own_folder_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_photos(tmp_path / "my_pictures")
+    make_photos(tmp_path / "my_images")
     monkeypatch.chdir(tmp_path)
-    dataset = read_dataset("./my_pictures", None)
-    assert (dataset.name, dataset.title, dataset.template) == ("my_pictures", "my_pictures", "a photo of a {}.")
+    dataset = read_dataset("./my_images", None)
+    assert (dataset.name, dataset.title, dataset.template) == ("my_images", "my_images", "a photo of a {}.")
     assert dataset.test.names == ("blue whale", "kite", "red fox")
     assert not dataset.published
-    assert read_dataset("my_pictures", tmp_path) == replace(dataset, root=Path("my_pictures"))
+    assert read_dataset("my_images", tmp_path) == replace(dataset, root=Path("my_images"))
 
 
 def test_own_train_and_test(tmp_path: Path) -> None:
@@ -529,14 +529,14 @@ def test_own_split_file(tmp_path: Path) -> None:
     assert dataset.test == Source(("fox", "paper kite"), (tmp_path / "kite/1.png",), (1,))
     assert dataset.split == "split.json"
     (tmp_path / "kite" / "1.png").unlink()
-    refused(str(tmp_path), None, "1 of the 3 pictures", str(tmp_path / "kite" / "1.png"))
+    refused(str(tmp_path), None, "1 of the 3 images", str(tmp_path / "kite" / "1.png"))
 
 
 def test_own_folders_that_cannot_be(tmp_path: Path) -> None:
     make_photos(tmp_path / "halfway" / "train")
     make_photos(tmp_path / "halfway" / "val")
     refused(str(tmp_path / "halfway"), None, "both train and test")
-    refused(str(make_photos(tmp_path / "single", each=1)), None, "'blue whale' has one picture", "two")
+    refused(str(make_photos(tmp_path / "single", each=1)), None, "'blue whale' has one image", "two")
     refused(str(make_photos(tmp_path / "one", ("cat",))), None, "at least two")
 
 
@@ -544,7 +544,7 @@ def test_own_folders_that_cannot_be(tmp_path: Path) -> None:
 
 
 def source(labels: str, names: str = "abcde") -> Source:
-    """A picture for each digit, which is its label; its path says place and label."""
+    """A image for each digit, which is its label; its path says place and label."""
     return Source(tuple(names), tuple(Path(f"{i}-{c}") for i, c in enumerate(labels)), tuple(map(int, labels)))
 
 
@@ -630,7 +630,7 @@ def test_the_list_is_for_readers(
     assert ["imagenet_a", "ImageNet-A", "200", "-", "-", "7500", "missing"] in rows
     text = " ".join(word for row in rows for word in row)
     assert "oxford_pets split_zhou_OxfordPets.json; 3 classes, not as published" in text
-    assert "eurosat 1 of the 32 pictures" in text
+    assert "eurosat 1 of the 32 images" in text
     assert "imagenet_a https://github.com/hendrycks/natural-adv-examples in imagenet-adversarial/imagenet-a" in text
 
 

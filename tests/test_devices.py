@@ -103,7 +103,7 @@ def test_every_method(name: str, world: World, monkeypatch: pytest.MonkeyPatch, 
         train_set = Source.from_folder(source) if method.needs_labels else None
         context = FitContext(model, train_set, tmp_path / cache / "learned", Cache())
         predictor = method.fit(context, small_config(name, world)).for_classes(NAMES)
-        return torch.tensor([answer.probabilities for answer in predictor.predict(world.pictures, top=3)])
+        return torch.tensor([answer.probabilities for answer in predictor.predict(world.images, top=3)])
 
     wanted = answers(on("cpu"), "cpu")
     with pretend_device() as gpu:

@@ -80,9 +80,11 @@ def test_tuning_equals_the_reference(kind: str, chunk: int | None) -> None:
 
 
 @given(st.integers(1, 12), st.integers(2, 5), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(0, 10**6))
-def test_selection_equals_the_reference(views: int, classes: int, near: float, confident: float, seed: int) -> None:
+def test_selection_equals_the_reference(
+    views: int, classes: int, near: float, confidence_ratio: float, seed: int
+) -> None:
     logits = 3 * torch.randn(views, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    assert near_and_confident(logits, near, confident).tolist() == oracle.choose(logits, confident, near)
+    assert near_and_confident(logits, near, confidence_ratio).tolist() == oracle.choose(logits, confidence_ratio, near)
 
 
 def test_thirty_of_127_views_are_selected() -> None:
@@ -90,17 +92,19 @@ def test_thirty_of_127_views_are_selected() -> None:
     config = DiffTptConfig()
     assert sum(spec.views for spec in DIFFTPT.views(config)) == 127
     logits = torch.randn(127, 5, generator=torch.Generator().manual_seed(0))
-    chosen = near_and_confident(logits, config.near, config.confident)
+    chosen = near_and_confident(logits, config.near, config.confidence_ratio)
     assert len(chosen) == 30
     alike = F.cosine_similarity(logits[:1], logits).argsort(descending=True)
     assert {*chosen.tolist()} <= {*alike[:101].tolist()}
 
 
-@pytest.mark.parametrize(("near", "confident", "kept"), [(0.8, 0.3, 2), (0.3, 0.9, 2), (0.05, 0.9, 1), (1.0, 0.99, 9)])
-def test_shares_are_never_rounded_up(near: float, confident: float, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("near", "confidence_ratio", "kept"), [(0.8, 0.3, 2), (0.3, 0.9, 2), (0.05, 0.9, 1), (1.0, 0.99, 9)]
+)
+def test_shares_are_never_rounded_up(near: float, confidence_ratio: float, kept: int) -> None:
     """Of nine others the integer part of `near`; of them and the image, that of `confident`, at least one."""
     logits = torch.randn(10, 5, generator=torch.Generator().manual_seed(0))
-    assert len(near_and_confident(logits, near, confident)) == kept
+    assert len(near_and_confident(logits, near, confidence_ratio)) == kept
 
 
 def test_coop_difftpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
@@ -220,7 +224,7 @@ def test_generated_images_must_be_configured(method: Any, asked: list[Path]) -> 
         {"guidance": "3"},
         {"denoising": 0},
         {"denoising": 2.5},
-        {"confident": 0.0},
+        {"confidence_ratio": 0.0},
         {"generated": Path("folder")},
     ],
 )

@@ -54,7 +54,7 @@ def test_it_is_an_open_clip_folder_of_at_most_22_megabytes(model: Model) -> None
 
 def test_its_text_tower_goes_the_short_way(model: Model) -> None:
     assert model.text.supports_packed
-    assert (model.id.name, model.id.pretrained, model.id.meaningless) == (EMBEDDED, None, False)
+    assert (model.id.name, model.id.pretrained, model.id.random_init) == (EMBEDDED, None, False)
 
 
 def test_it_knows_everyday_things(model: Model) -> None:
@@ -77,7 +77,7 @@ def test_the_prompt_is_of_the_model_and_was_learned(model: Model) -> None:
 
 def test_random_weights_of_it_are_another_model(model: Model) -> None:
     random = selftpt.load_model(pretrained="random", device="cpu")
-    assert random.id.meaningless
+    assert random.id.random_init
     with pytest.raises(selftpt.SelfTPTError, match=r"selftpt-tiny .* not with selftpt-tiny \(random\)"):
         selftpt.adapt(random, selftpt.Prompt.embedded(), ["cat", "dog"])
     with pytest.raises(selftpt.SelfTPTError, match="weights of its own"):
@@ -126,15 +126,15 @@ def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert answer.code == 0, answer.err
     assert "zero-shot" in answer.out
     assert str(sheet) in answer.out
-    with Image.open(sheet) as picture:
-        assert picture.width > 900
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
+    with Image.open(sheet) as image:
+        assert image.width > 900
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
     assert ImageColor.getrgb(RIGHT) in colours
     refused(run("demo", "--out", tmp_path / "sheet.png" / "x"), "cannot write")
     (tmp_path / "data").mkdir()
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    refused(run("demo", "--out", sheet), "no such file")  # a scikit-image that has other pictures
+    refused(run("demo", "--out", sheet), "no such file")  # a scikit-image that has other images
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(run("demo"), "selftpt[demo]")
 

@@ -89,8 +89,11 @@ def test_records_are_added_and_read(tmp_path: Path) -> None:
 
 def test_timings_are_found_whatever_the_seed_and_kind_of_sequence(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    runs.add(RECORD | {"seed": 1, "settings": {"learn": {"seed": 1, "views": ("end", "hand")}}})
-    assert Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end", "hand")}}}) == 3
+    runs.add(RECORD | {"seed": 1, "settings": {"learn": {"seed": 1, "views": ("end", "hand_crafted")}}})
+    assert (
+        Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end", "hand_crafted")}}})
+        == 3
+    )
     assert Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end",)}}}) is None
 
 

@@ -27,7 +27,7 @@ from selftpt.data.views import ViewSpec
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import read_header, write_tensors
 from selftpt.methods import METHODS
-from tests.helpers import images as pictures
+from tests.helpers import image_files
 from tests.helpers.commands import Run
 from tests.helpers.folders import make_photos
 from tests.helpers.models import model
@@ -45,12 +45,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
-    return pictures.noises(tmp_path / "pictures", 5)
+    return image_files.noises(tmp_path / "images", 5)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The pictures that were opened."""
+    """The images that were opened."""
     seen: list[Path] = []
     real: Callable[..., Any] = selftpt.data.views.open_image
 
@@ -87,7 +87,7 @@ def encode_each(paths: list[Path], spec: ViewSpec) -> Tensor:
     own, rows = model(), []
     for path in paths:
         image = open_image(path)
-        rng = random.Random(os.fsencode(f"pictures/{path.name}") if spec.seed is None else spec.seed)
+        rng = random.Random(os.fsencode(f"images/{path.name}") if spec.seed is None else spec.seed)
         views = [] if spec.crops else [own.preprocess(image)[None]]
         views += [own.preprocess.views(image, 1, rng, whole=False) for _ in range(spec.crops)]
         rows.append(torch.cat([own.encode_images(view) for view in views]))
@@ -274,7 +274,7 @@ def test_a_damaged_shard_is_set_aside_and_computed_again(
 def test_a_changed_image_is_encoded_again(paths: list[Path], opened: list[Path]) -> None:
     """By its size, and by its modification time where the size is the same."""
     first = features(paths)
-    pictures.noise(99).save(paths[3])
+    image_files.noise(99).save(paths[3])
     second = features(paths)
     assert torch.equal(second[[0, 1, 2, 4]], first[[0, 1, 2, 4]])
     assert not torch.isclose(second[3], first[3], atol=1e-4).all()
@@ -328,7 +328,7 @@ def test_code_digest_depends_on_the_source_of_the_packages() -> None:
 def test_images_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp_path: Path) -> None:
     """Their rows are NaN, and they are reported every time, in order; the rest is as it would be."""
     whole = features(paths)
-    paths[1].write_text("no picture")
+    paths[1].write_text("no image")
     paths[4].unlink()
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     long = tmp_path / ("x" * 300)
@@ -350,7 +350,7 @@ def test_images_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp_p
 
 def test_a_file_name_that_is_not_text(tmp_path: Path, opened: list[Path]) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
-    pictures.noise(1).save(odd)
+    image_files.noise(1).save(odd)
     first = features([odd])
     assert torch.equal(features([odd]), first)
     assert opened == [odd]

@@ -1,4 +1,4 @@
-"""Pictures are found, decoded as a person sees them, preprocessed and cropped."""
+"""Images are found, decoded as a person sees them, preprocessed and cropped."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from selftpt.data.sources import Source, find_images, images_in
 from selftpt.data.threads import in_threads
 from selftpt.data.transforms import Preprocess, random_box
 from selftpt.errors import SelfTPTError, SelfTPTWarning
-from tests.helpers import images as pictures
-from tests.helpers.images import BLACK, BLUE, GREEN, RED, WHITE, YELLOW, encoded, scene
+from tests.helpers import image_files
+from tests.helpers.image_files import BLACK, BLUE, GREEN, RED, WHITE, YELLOW, encoded, scene
 
 QUARTERS = [RED, GREEN, BLUE, YELLOW]
 GREYS = [(76,) * 3, (150,) * 3, (29,) * 3, (226,) * 3]  # of those, by luma
@@ -40,13 +40,13 @@ GREYS = [(76,) * 3, (150,) * 3, (29,) * 3, (226,) * 3]  # of those, by luma
 
 def opened(path: Path, data: bytes, **options: Any) -> Image.Image:
     path.write_bytes(data)
-    picture = open_image(path, **options)
-    assert picture.mode == "RGB"
-    return picture
+    image = open_image(path, **options)
+    assert image.mode == "RGB"
+    return image
 
 
 def refused(source: Any, *words: str, **options: Any) -> str:
-    """The one line, naming the file, with which a picture is refused."""
+    """The one line, naming the file, with which a image is refused."""
     with pytest.raises(ImageError) as caught:
         open_image(source, **options)
     text = str(caught.value)
@@ -99,15 +99,15 @@ def test_formats(tmp_path: Path, format: str, mode: str, options: dict[str, Any]
     found = opened(tmp_path / "called.jpg", encoded(scene().convert(mode), format, **options))
     assert found.size == (64, 32)
     lossy = format in ("JPEG", "AVIF")
-    assert np.abs(np.array(pictures.quarters(found)) - wanted).max() <= (4 if lossy else 0)
+    assert np.abs(np.array(image_files.quarters(found)) - wanted).max() <= (4 if lossy else 0)
 
 
 def test_cmyk_of_adobe(tmp_path: Path) -> None:
     """Inverted CMYK, plain and as YCCK, does not come out as a negative."""
     plain = encoded(scene().convert("CMYK"), "JPEG", quality=95)
     assert b"Adobe" in plain
-    for data in (plain, pictures.ycck(scene())):
-        found = pictures.quarters(opened(tmp_path / "a.jpg", data))
+    for data in (plain, image_files.ycck(scene())):
+        found = image_files.quarters(opened(tmp_path / "a.jpg", data))
         assert np.abs(np.array(found) - QUARTERS).max() <= 4
 
 
@@ -123,7 +123,7 @@ EIGHT = [(v, v, v) for v in (0, 10, 201, 255)]
         encoded(Image.fromarray(SIXTEEN), "TIFF", compression="tiff_deflate"),
         encoded(Image.frombytes("I;16B", (4, 1), SIXTEEN.astype(">u2").tobytes()), "TIFF"),
         b"P5 4 1 65535\n" + SIXTEEN.astype(">u2").tobytes(),
-        pictures.png(4, 1, 16, 2, [SIXTEEN.repeat(3, axis=1).astype(">u2").tobytes()]),
+        image_files.png(4, 1, 16, 2, [SIXTEEN.repeat(3, axis=1).astype(">u2").tobytes()]),
     ],
     ids=["png", "tiff", "tiff-deflate", "tiff-big-endian", "pgm", "png-rgb"],
 )
@@ -142,10 +142,10 @@ def left_clear(mode: str, alpha: int = 0) -> Image.Image:
     """The scene with its left half at an alpha."""
     mask = Image.new("L", (64, 32), 255)
     mask.paste(alpha, (0, 0, 32, 32))
-    picture = scene().convert(mode.rstrip("A"))
-    picture.putalpha(mask)
-    assert picture.mode == mode
-    return picture
+    image = scene().convert(mode.rstrip("A"))
+    image.putalpha(mask)
+    assert image.mode == mode
+    return image
 
 
 def red_clear() -> tuple[Image.Image, int]:
@@ -169,25 +169,25 @@ def red_clear() -> tuple[Image.Image, int]:
     ids=["rgba", "la", "rgba-tiff", "half", "rgb-trns", "grey-trns", "palette", "gif"],
 )
 def test_what_is_transparent_shows_white(tmp_path: Path, data: bytes, wanted: list[Any]) -> None:
-    assert pictures.quarters(opened(tmp_path / "a.png", data)) == wanted
+    assert image_files.quarters(opened(tmp_path / "a.png", data)) == wanted
 
 
 def test_transparent_values_of_other_depths(tmp_path: Path) -> None:
-    """One grey of a picture in 16 bits, or in one, may be declared transparent too."""
-    deep = pictures.png(2, 1, 16, 0, [struct.pack(">2H", 700, 0)], [(b"tRNS", struct.pack(">H", 700))])
+    """One grey of a image in 16 bits, or in one, may be declared transparent too."""
+    deep = image_files.png(2, 1, 16, 0, [struct.pack(">2H", 700, 0)], [(b"tRNS", struct.pack(">H", 700))])
     assert [*map(tuple, np.asarray(opened(tmp_path / "a.png", deep))[0].tolist())] == [WHITE, BLACK]
-    flat = pictures.png(8, 1, 1, 0, [b"\xf0"], [(b"tRNS", struct.pack(">H", 0))])
+    flat = image_files.png(8, 1, 1, 0, [b"\xf0"], [(b"tRNS", struct.pack(">H", 0))])
     assert {tuple(pixel) for pixel in np.asarray(opened(tmp_path / "b.png", flat))[0].tolist()} == {WHITE}
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
-def test_turned_pictures_are_upright(tmp_path: Path, format: str, orientation: int) -> None:
-    stored, exif = pictures.turned(scene(), orientation)
+def test_turned_images_are_upright(tmp_path: Path, format: str, orientation: int) -> None:
+    stored, exif = image_files.turned(scene(), orientation)
     assert stored.size == ((64, 32) if orientation < 5 else (32, 64))
     found = opened(tmp_path / "a", encoded(stored, format, exif=exif, **({"quality": 95} if format == "JPEG" else {})))
     assert found.size == (64, 32)
-    assert np.abs(np.array(pictures.quarters(found)) - QUARTERS).max() <= 4
+    assert np.abs(np.array(image_files.quarters(found)) - QUARTERS).max() <= 4
 
 
 def exif_with(tag: int, kind: int, value: bytes) -> bytes:
@@ -198,9 +198,9 @@ def exif_with(tag: int, kind: int, value: bytes) -> bytes:
 
 
 @pytest.mark.filterwarnings("error")
-def test_bad_tags_do_not_spoil_a_picture(tmp_path: Path) -> None:
+def test_bad_tags_do_not_spoil_a_image(tmp_path: Path) -> None:
     """A width that is text: the turn asked for beside it is still made. Nonsense: no turn."""
-    stored, _ = pictures.turned(scene(), 6)
+    stored, _ = image_files.turned(scene(), 6)
     assert opened(tmp_path / "a.jpg", encoded(stored, "JPEG", exif=exif_with(0x0100, 2, bytes(4)))).size == (64, 32)
     for nonsense in (b"Exif\0\0", b"Exif\0\0garbage!", b"Exif\0\0II*\0\xff\xff\xff\xff"):
         assert opened(tmp_path / "b.jpg", encoded(stored, "JPEG", exif=nonsense)).size == (32, 64)
@@ -212,19 +212,19 @@ def test_first_frame_of_an_animation(tmp_path: Path, format: str) -> None:
     data = encoded(
         frames[0], format, save_all=True, append_images=frames[1:], **({"lossless": True} if format == "WEBP" else {})
     )
-    assert set(pictures.quarters(opened(tmp_path / "a", data))) == {RED}
+    assert set(image_files.quarters(opened(tmp_path / "a", data))) == {RED}
 
 
-def test_pictures_in_memory() -> None:
+def test_images_in_memory() -> None:
     """A PIL image is opened the same way, and is not changed."""
-    stored, exif = pictures.turned(scene(), 6)
+    stored, exif = image_files.turned(scene(), 6)
     given = Image.open(io.BytesIO(encoded(stored, "PNG", exif=exif)))
-    assert pictures.quarters(open_image(given)) == QUARTERS
+    assert image_files.quarters(open_image(given)) == QUARTERS
     assert given.size == (32, 64)
     mine = scene()
     open_image(mine).putpixel((0, 0), WHITE)
     assert mine.getpixel((0, 0)) == RED
-    assert pictures.quarters(open_image(left_clear("RGBA"))) == [WHITE, GREEN, WHITE, YELLOW]
+    assert image_files.quarters(open_image(left_clear("RGBA"))) == [WHITE, GREEN, WHITE, YELLOW]
 
 
 # Every kind of failure
@@ -233,13 +233,13 @@ def test_pictures_in_memory() -> None:
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "TIFF", "BMP", "WEBP"])
 def test_cut_short(tmp_path: Path, format: str, share: float) -> None:
-    data = encoded(pictures.noise(0, 100, 80), format)
+    data = encoded(image_files.noise(0, 100, 80), format)
     path = tmp_path / "cut.jpg"
     path.write_bytes(data[: int(share * len(data))])
     refused(path)
 
 
-def test_not_pictures(tmp_path: Path) -> None:
+def test_not_images(tmp_path: Path) -> None:
     text, empty = tmp_path / "text.jpg", tmp_path / "empty.png"
     text.write_text("It was a dark and stormy night. " * 50)
     empty.touch()
@@ -298,12 +298,12 @@ def test_whatever_a_decoder_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 SAMPLES = [
-    encoded(pictures.noise(1), "JPEG", exif=exif_with(0x010E, 2, b"abc\0")),
-    encoded(pictures.noise(1).convert("P"), "PNG", transparency=3),
-    encoded(pictures.noise(1).convert("P"), "GIF"),
-    encoded(pictures.noise(1), "TIFF"),
-    encoded(pictures.noise(1), "WEBP") if features.check("webp") else encoded(pictures.noise(1), "BMP"),
-    encoded(pictures.noise(1), "AVIF") if features.check("avif") else encoded(pictures.noise(1), "BMP"),
+    encoded(image_files.noise(1), "JPEG", exif=exif_with(0x010E, 2, b"abc\0")),
+    encoded(image_files.noise(1).convert("P"), "PNG", transparency=3),
+    encoded(image_files.noise(1).convert("P"), "GIF"),
+    encoded(image_files.noise(1), "TIFF"),
+    encoded(image_files.noise(1), "WEBP") if features.check("webp") else encoded(image_files.noise(1), "BMP"),
+    encoded(image_files.noise(1), "AVIF") if features.check("avif") else encoded(image_files.noise(1), "BMP"),
 ]
 
 
@@ -314,7 +314,7 @@ SAMPLES = [
     damage=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), min_size=1, max_size=8),
     rest=st.integers(0, 4000),
 )
-def test_damage_is_a_picture_error_or_no_matter(
+def test_damage_is_a_image_error_or_no_matter(
     tmp_path: Path, sample: bytes, damage: list[tuple[int, int]], rest: int
 ) -> None:
     data = bytearray(sample)
@@ -329,12 +329,12 @@ def test_damage_is_a_picture_error_or_no_matter(
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="cannot count open files here")
-def test_refused_pictures_are_closed(tmp_path: Path) -> None:
+def test_refused_images_are_closed(tmp_path: Path) -> None:
     """Also while their errors are kept, as a report at the end does."""
     large, cut, text = tmp_path / "large.png", tmp_path / "cut.png", tmp_path / "text.png"
     scene().save(large)
-    cut.write_bytes(encoded(pictures.noise(0), "PNG")[:-500])
-    text.write_text("no picture")
+    cut.write_bytes(encoded(image_files.noise(0), "PNG")[:-500])
+    text.write_text("no image")
     before, kept = len(os.listdir("/proc/self/fd")), []
     for path in (large, cut, text) * 5:
         try:
@@ -351,27 +351,27 @@ def test_refused_pictures_are_closed(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def hundred_megapixels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("large") / "large.png"
-    path.write_bytes(pictures.black_png(10_000, 10_000))
+    path.write_bytes(image_files.black_png(10_000, 10_000))
     return path
 
 
 @pytest.mark.parametrize("side", [9_000, 10_000, 20_000], ids=["81", "100", "400"])
-def test_large_pictures_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
+def test_large_images_are_refused_before_they_are_decoded(tmp_path: Path, side: int) -> None:
     """By their header: these files have no pixels. Pillow, which warns above 89 and fails above 179, is still."""
     path = tmp_path / "large.png"
-    path.write_bytes(pictures.png(side, side, 1, 0, []))
+    path.write_bytes(image_files.png(side, side, 1, 0, []))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         refused(path, f"{side * side // 10**6} megapixels", "limit of 80", "raise max_megapixels")
 
 
-def test_a_large_picture_is_accepted_when_asked(hundred_megapixels: Path) -> None:
+def test_a_large_image_is_accepted_when_asked(hundred_megapixels: Path) -> None:
     refused(hundred_megapixels, "100 megapixels")
     limit, filters = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        picture = open_image(hundred_megapixels, max_megapixels=100)
-    assert (picture.size, picture.mode, picture.getpixel((9_999, 9_999))) == ((10_000, 10_000), "RGB", BLACK)
+        image = open_image(hundred_megapixels, max_megapixels=100)
+    assert (image.size, image.mode, image.getpixel((9_999, 9_999))) == ((10_000, 10_000), "RGB", BLACK)
     assert limit == Image.MAX_IMAGE_PIXELS
     assert filters == list(warnings.filters)
 
@@ -388,16 +388,16 @@ def test_limit_of_the_host_program(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Pillow's limit is left alone, and is in nobody's way: opening, preprocessing, cropping."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     path = tmp_path / "a.png"
-    pictures.noise(0, 50, 50).save(path)
+    image_files.noise(0, 50, 50).save(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        picture = open_image(path)
-        assert preprocess(size=10)(picture).shape == (3, 10, 10)
-        assert preprocess(size=10).views(picture, 20, random.Random(0), whole=False).shape == (20, 3, 10, 10)
+        image = open_image(path)
+        assert preprocess(size=10)(image).shape == (3, 10, 10)
+        assert preprocess(size=10).views(image, 20, random.Random(0), whole=False).shape == (20, 3, 10, 10)
     assert Image.MAX_IMAGE_PIXELS == 100
 
 
-def test_pictures_of_no_use(tmp_path: Path) -> None:
+def test_images_of_no_use(tmp_path: Path) -> None:
     """A strip a pixel high, resized for a model, would take gigabytes; none has nothing to see."""
     strip = tmp_path / "strip.png"
     Image.new("1", (50_000, 1)).save(strip)
@@ -434,11 +434,11 @@ def preprocess(**config: Any) -> Preprocess:
 def test_preprocessing_is_that_of_open_clip(config: dict[str, Any]) -> None:
     ours = preprocess(**config)
     theirs = image_transform_v2(PreprocessCfg(**{"size": 32, **config}), is_train=False)
-    for picture in (pictures.noise(0, 90, 50), pictures.noise(1, 20, 33)):
-        seen = ours(picture)
+    for image in (image_files.noise(0, 90, 50), image_files.noise(1, 20, 33)):
+        seen = ours(image)
         assert seen.dtype == torch.uint8
         assert seen.shape == (3, *ours.size)
-        torch.testing.assert_close(ours.normalize(seen[None])[0], theirs(picture), rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours.normalize(seen[None])[0], theirs(image), rtol=0, atol=1e-6)
 
 
 def test_floats_are_normalised_already() -> None:
@@ -449,15 +449,15 @@ def test_floats_are_normalised_already() -> None:
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_crops_are_those_of_torchvision(interpolation: str) -> None:
     """At the same boxes: cut out, resized, flipped."""
-    picture, height, width = pictures.noise(0, 90, 50), 24, 40
+    image, height, width = image_files.noise(0, 90, 50), 24, 40
     found = preprocess(size=(height, width), interpolation=interpolation).views(
-        picture, 12, random.Random(7), whole=False
+        image, 12, random.Random(7), whole=False
     )
     rng, flips = random.Random(7), 0
     for crop in found:
         left, upper, right, lower = random_box(90, 50, rng)
         wanted = tv.resized_crop(
-            picture, upper, left, lower - upper, right - left, [height, width], InterpolationMode(interpolation)
+            image, upper, left, lower - upper, right - left, [height, width], InterpolationMode(interpolation)
         )
         if rng.random() < 0.5:
             wanted, flips = tv.hflip(wanted), flips + 1
@@ -466,11 +466,11 @@ def test_crops_are_those_of_torchvision(interpolation: str) -> None:
 
 
 def test_crops_are_told_by_their_seed() -> None:
-    cut, picture = preprocess(), pictures.noise(0, 90, 50)
-    first = cut.views(picture, 4, random.Random(1), whole=False)
-    assert torch.equal(first, cut.views(picture, 4, random.Random(1), whole=False))
-    assert torch.equal(first[:2], cut.views(picture, 2, random.Random(1), whole=False))
-    assert not torch.equal(first, cut.views(picture, 4, random.Random(2), whole=False))
+    cut, image = preprocess(), image_files.noise(0, 90, 50)
+    first = cut.views(image, 4, random.Random(1), whole=False)
+    assert torch.equal(first, cut.views(image, 4, random.Random(1), whole=False))
+    assert torch.equal(first[:2], cut.views(image, 2, random.Random(1), whole=False))
+    assert not torch.equal(first, cut.views(image, 4, random.Random(2), whole=False))
     assert len({crop.numpy().tobytes() for crop in first}) == 4
 
 
@@ -537,7 +537,7 @@ def test_box_of_last_resort_is_that_of_torchvision(width: int, height: int) -> N
 
 
 @pytest.mark.parametrize("size", [(1000, 10), (7, 900), (2000, 1), (1, 1), (3, 2)])
-def test_boxes_of_very_narrow_pictures(size: tuple[int, int]) -> None:
+def test_boxes_of_very_narrow_images(size: tuple[int, int]) -> None:
     """Where nothing else fits, the box of last resort is the only one."""
     if max(size) > 100:
         assert {random_box(*size, random.Random(seed)) for seed in range(20)} == {their_box(*size, (0.08, 1))}
@@ -564,7 +564,7 @@ def test_boxes_are_spread_as_those_of_torchvision(size: tuple[int, int]) -> None
     assert abs(told(ours)[0, 1] - told(theirs)[0, 1]) < 0.02
 
 
-# Pictures in folders
+# Images in folders
 
 
 def touch(folder: Path, *names: str) -> list[Path]:
@@ -574,7 +574,7 @@ def touch(folder: Path, *names: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def test_pictures_of_a_folder(tmp_path: Path) -> None:
+def test_images_of_a_folder(tmp_path: Path) -> None:
     """All below it, sorted, of every case of suffix; neither hidden ones nor other files."""
     wanted = touch(tmp_path, "B.JPG", "a.png", "sub/d.TIFF", "sub/deep/c.webp", "z.gif")
     touch(tmp_path, ".hidden.jpg", ".hidden/e.jpg", "notes.txt", "sub/.thumbs/f.png", "jpg", "png.txt")
@@ -621,7 +621,7 @@ def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("x" * 300, "x" * 300),
     ],
 )
-def test_places_without_pictures(tmp_path: Path, place: str, words: str) -> None:
+def test_places_without_images(tmp_path: Path, place: str, words: str) -> None:
     """Also a pattern that only a folder matches, and a name too long to be one."""
     touch(tmp_path, "empty/notes.txt")
     with pytest.raises(SelfTPTError, match=words) as caught:
@@ -652,11 +652,11 @@ def test_listing_is_read_as_it_comes() -> None:
     assert next(found) == Path("b.jpg")
 
 
-# Labelled pictures
+# Labelled images
 
 
 def test_source_from_folder(tmp_path: Path) -> None:
-    """Classes and their pictures in order of name."""
+    """Classes and their images in order of name."""
     paths = touch(tmp_path, "cat/1.jpg", "cat/2.jpg", "dog two/0.png", "Éléphant/x/y.jpg")
     touch(tmp_path, ".git/a.jpg", "stray.jpg", "cat/notes.txt")
     source = Source.from_folder(tmp_path)
@@ -705,7 +705,7 @@ def mixed(sizes: dict[int, int]) -> Source:
     )
 
 
-def test_few_pictures_by_the_published_rule() -> None:
+def test_few_images_by_the_published_rule() -> None:
     """Checked with the module's own generator: seed, then classes in order of appearance; all where there are fewer."""
     source = mixed({2: 6, 0: 2, 1: 5})
     random.seed(1)
@@ -727,7 +727,7 @@ def test_few_pictures_by_the_published_rule() -> None:
     shots=st.integers(1, 10),
     seed=st.integers(0, 99),
 )
-def test_few_pictures_of_any_list(sizes: dict[int, int], shots: int, seed: int) -> None:
+def test_few_images_of_any_list(sizes: dict[int, int], shots: int, seed: int) -> None:
     source = mixed(sizes)
     few = source.few(shots, seed)
     assert Counter(few.labels) == {label: min(size, shots) for label, size in sizes.items()}
@@ -743,7 +743,7 @@ def test_few_pictures_of_any_list(sizes: dict[int, int], shots: int, seed: int) 
     assert list(few.paths) == wanted
 
 
-def test_all_pictures() -> None:
+def test_all_images() -> None:
     source = mixed({0: 3, 1: 4})
     assert source.few(None, 1) is source
 
@@ -788,7 +788,7 @@ def test_missing_csv_is_refused(tmp_path: Path) -> None:
 
 
 def test_source_from_images_in_memory() -> None:
-    images = [pictures.noise(i) for i in range(4)]
+    images = [image_files.noise(i) for i in range(4)]
     source = Source.from_images(images, ["kite", "cat", "kite", "cat"])
     assert source.names == ("cat", "kite")
     assert source.labels == (1, 0, 1, 0)

@@ -93,7 +93,7 @@ def test_the_weight_holds_it_near(tmp_path: Path) -> None:
         settings = changed(KgcoopConfig(weight=weight), epochs=8, batch=9, warmup_lr=0.002, words="kite")
         classifier: Any = KGCOOP.fit(make_context(tmp_path), settings).for_classes(NAMES, "{}").classifier
         model = small("vit")
-        hand = plain.encode(model, "hand", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
+        hand = plain.encode(model, "hand_crafted", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
         far.append(distance(classifier.weights, hand).item())
     assert far[0] > far[1] > far[2]
 

@@ -310,7 +310,7 @@ def test_the_log_tells_every_step(tmp_path: Path) -> None:
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [line["lr"] for line in lines] == [1e-5, 1e-5, 0.002, 0.002]
     assert all({"ce", "cpt", "gm", "cosine"} <= line.keys() for line in lines)
-    assert all(line["meaningless"] for line in lines)
+    assert all(line["random_init"] for line in lines)
     first = lines[0]
     assert first["gm"] == pytest.approx(1 - first["cosine"], abs=1e-5)  # at the first step the average is the gradient
 
@@ -338,9 +338,9 @@ def test_a_drawn_class_list_has_the_batch_s_own_classes_and_no_other_twice() -> 
         assert labels.tolist() == [1, 0, 1]  # 0 and 2 come first, in order
         features = task.encoder(torch.zeros(4, model().text.width))
         assert features.shape[1] == 3
-        assert task.hand is not None
-        assert torch.allclose(task.hand[:2], lists.hand[torch.tensor([0, 2])])  # type: ignore[index]
-        drawn.add(next(i for i in (1, 3) if torch.equal(task.hand[2], lists.hand[i])))  # type: ignore[index]
+        assert task.hand_crafted is not None
+        assert torch.allclose(task.hand_crafted[:2], lists.hand_crafted[torch.tensor([0, 2])])  # type: ignore[index]
+        drawn.add(next(i for i in (1, 3) if torch.equal(task.hand_crafted[2], lists.hand_crafted[i])))  # type: ignore[index]
     assert drawn == {1, 3}
 
 
@@ -352,13 +352,13 @@ def test_drawing_all_classes_learns_what_not_drawing_learns(tmp_path: Path) -> N
     assert read_file(tmp_path / "few")[0]["origin"]["settings"]["classes_per_step"] == 2
 
 
-def test_learning_from_a_folder_reads_no_picture_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_from_a_folder_reads_no_image_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos, seen = make_photos(tmp_path / "photos"), []
     opener = data_views.open_image
     monkeypatch.setattr(data_views, "open_image", lambda path, *a: seen.append(path) or opener(path, *a))
     prompt = learn(model(), photos, LearnConfig(epochs=2, shots=2), out=tmp_path / "a")
     assert len(seen) == 6
-    assert prompt.origin["pictures"] == 6
+    assert prompt.origin["images"] == 6
     assert prompt.origin["classes"] == ["blue whale", "kite", "red fox"]
     other = learn(model(), photos, LearnConfig(epochs=2, shots=2, lr=0.1))
     assert len(seen) == 6
@@ -366,13 +366,13 @@ def test_learning_from_a_folder_reads_no_picture_twice(tmp_path: Path, monkeypat
     assert Prompt.load(tmp_path / "a").digest == prompt.digest
 
 
-def test_a_bad_picture_is_reported_and_left_out_but_not_a_whole_class(tmp_path: Path) -> None:
+def test_a_bad_image_is_reported_and_left_out_but_not_a_whole_class(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
-    (photos / "kite" / "0.png").write_text("not a picture")
+    (photos / "kite" / "0.png").write_text("not a image")
     with pytest.warns(SelfTPTWarning, match=r"left out .*kite/0.png"):
-        assert learn(model(), photos, LearnConfig(epochs=1)).origin["pictures"] == 8
+        assert learn(model(), photos, LearnConfig(epochs=1)).origin["images"] == 8
     for i in range(3):
-        (photos / "kite" / f"{i}.png").write_text("not a picture")
+        (photos / "kite" / f"{i}.png").write_text("not a image")
     with pytest.raises(SelfTPTError, match="'kite' has no image that can be read"):
         learn(model(), photos, LearnConfig(epochs=1), on_error=lambda error: None)
 
@@ -440,7 +440,7 @@ def test_learn_from_images_in_memory_and_from_a_csv(tmp_path: Path) -> None:
     assert torch.equal(learn(model(), tmp_path / "list.csv", config).context, learn(model(), photos, config).context)
     images = Source.from_images([open_image(path) for path in source.paths], source.labels, source.names)
     first = learn(model(), images, config)
-    assert first.origin["pictures"] == 9
+    assert first.origin["images"] == 9
     assert torch.equal(learn(model(), images, config).context, first.context)
 
 

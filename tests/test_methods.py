@@ -51,11 +51,11 @@ SEEDS = {name: "learn.seed" if method.needs_labels else "seed" for name, method 
 
 @dataclass
 class World:
-    """Labelled pictures to learn from, and others to answer for."""
+    """Labelled images to learn from, and others to answer for."""
 
     folder: Path
     source: Source
-    pictures: list[Path]
+    images: list[Path]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ class Asked:
 
     def views(self) -> Tensor:
         """What the method sees of the images, [N, V, ...]."""
-        return torch.cat([block.views for block in blocks_of(self.fitted, self.world.pictures)])
+        return torch.cat([block.views for block in blocks_of(self.fitted, self.world.images)])
 
     def predictor(self, names: tuple[str, ...] = NAMES) -> Predictor:
         return self.fitted.for_classes(names, SENTENCE)
@@ -114,7 +114,7 @@ def check_probabilities(answer: Tensor, shape: tuple[int, int]) -> None:
 @every_method
 def test_probabilities_the_same_each_time(name: str, world: World, tmp_path: Path) -> None:
     first = Asked(name, world, tmp_path / "first").answer()
-    check_probabilities(first, (len(world.pictures), len(NAMES)))
+    check_probabilities(first, (len(world.images), len(NAMES)))
     assert torch.equal(Asked(name, world, tmp_path / "second").answer(), first)
 
 
@@ -129,7 +129,7 @@ def test_another_seed_answers_another(name: str, world: World, tmp_path: Path) -
 def test_few_and_many_classes(name: str, count: int, world: World, tmp_path: Path) -> None:
     """Of names that the source does not have."""
     answer = Asked(name, world, tmp_path).answer(THINGS[:count])
-    check_probabilities(answer, (len(world.pictures), count))
+    check_probabilities(answer, (len(world.images), count))
 
 
 @every_method
@@ -152,7 +152,7 @@ def test_what_was_learned_is_found_again(
 
 @every_method
 def test_a_batch_is_one_by_one(name: str, world: World, tmp_path: Path) -> None:
-    """And nothing is left of a picture when the next one comes."""
+    """And nothing is left of a image when the next one comes."""
     asked = Asked(name, world, tmp_path)
     predictor, shown = asked.predictor(), asked.views()
     together = predictor(shown)
@@ -251,21 +251,21 @@ def test_a_senseless_wish_is_refused(predict: Run, arguments: list[str], words: 
     refused(predict(*arguments), *words)
 
 
-def test_a_bad_picture_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
+def test_a_bad_image_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path, ("a",), each=2)
-    (photos / "a" / "0.png").write_text("no picture")
+    (photos / "a" / "0.png").write_text("no image")
     command = ["predict", photos, "--model", place / "model", "--names", "cat,dog", "--json", "--method"]
     for method in (["clip"], ["zero", "--set", "views=2"]):  # with one look and with two
         answer = run(*command, *method)
         assert answer.code == 0
         assert [Path(json.loads(line)["path"]).name for line in answer.out.splitlines()] == ["1.png"]
         assert [line for line in answer.err.splitlines() if "0.png" in line][1:] == []
-        assert "1 of 2 pictures were left out" in answer.err
+        assert "1 of 2 images were left out" in answer.err
 
 
 @pytest.mark.parametrize("method", ["clip", "tda"])
-def test_no_picture(run: Run, place: Path, method: str) -> None:
-    refused(run("predict", "-", "--model", place / "model", "--method", method, "--names", "cat,dog"), "no picture")
+def test_no_image(run: Run, place: Path, method: str) -> None:
+    refused(run("predict", "-", "--model", place / "model", "--method", method, "--names", "cat,dog"), "no image")
 
 
 @pytest.mark.parametrize("name", ["coop", "kgcoop"])
@@ -281,10 +281,10 @@ def test_only_unreadable_images_are_counted(name: str, world: World, tmp_path: P
 def test_pixels_are_given_as_they_are(world: World, tmp_path: Path) -> None:
     """To a method that needs them, without the images that cannot be read."""
     broken = tmp_path / "broken.png"
-    broken.write_text("no picture")
+    broken.write_text("no image")
     errors: list[ImageError] = []
     fitted = dataclasses.replace(METHODS["clip"], inputs="pixels").fit(FitContext(model()))
-    blocks = blocks_of(fitted, [world.pictures[0], broken, *world.pictures[1:]], errors.append)
+    blocks = blocks_of(fitted, [world.images[0], broken, *world.images[1:]], errors.append)
     pixels = torch.cat([block.views for block in blocks])
     assert torch.cat([block.indices for block in blocks]).tolist() == [0, 2, 3, 4]
     assert pixels.dtype == torch.uint8
@@ -335,10 +335,10 @@ def test_a_single_image_costs_one_forward_pass_of_one_image(world: World, monkey
 
     monkeypatch.setattr(Model, "encode_images", counted)
     predictor = METHODS["clip"].fit(FitContext(model())).for_classes(NAMES)
-    assert len(list(predictor.predict(world.pictures[0]))) == 1
+    assert len(list(predictor.predict(world.images[0]))) == 1
     classifier = predictor.classifier
     assert classifier is not None
-    assert len(list(classifier.predict(world.pictures[0]))) == 1
+    assert len(list(classifier.predict(world.images[0]))) == 1
     assert sizes == [1, 1]
 
 
@@ -434,7 +434,7 @@ def test_settings_that_depend_on_each_other_are_changed_together(order: int) -> 
 def test_top_is_checked_at_the_call(world: World) -> None:
     predictor = METHODS["clip"].fit(FitContext(model())).for_classes(NAMES)
     with pytest.raises(SelfTPTError, match="top must be"):
-        predictor.predict(world.pictures, top=0)
+        predictor.predict(world.images, top=0)
 
 
 def test_damaged_learned_file_is_set_aside(world: World, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_checkpoint_file_is_taken_for_a_known_architecture(tmp_path: Path) -> 
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "w.safetensors")
     model = load_model("ViT-S-32-alt", str(tmp_path / "w.safetensors"), device="cpu")
     assert torch.equal(model.clip.token_embedding.weight, state["token_embedding.weight"])
-    assert not model.id.meaningless
+    assert not model.id.random_init
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_random_weights_are_the_same_every_time_and_leave_the_stream_alone() -> 
     first = load_model("ViT-S-32-alt", "random", device="cpu")
     assert torch.equal(torch.rand(1), expected)
     assert first.id == load_model("ViT-S-32-alt", "random", device="cpu").id
-    assert first.id.meaningless
+    assert first.id.random_init
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ SCALE = 20.0
 
 
 def contrast_of(s: Settings) -> ContrastConfig:
-    return ContrastConfig(s.views, s.template, s.temperature, s.reduction, s.normalize, s.equal_apart)
+    return ContrastConfig(s.views, s.template, s.temperature, s.reduction, s.normalize, s.duplicates_as_negatives)
 
 
 def config_of(s: Settings) -> LearnConfig:
@@ -36,7 +36,7 @@ def config_of(s: Settings) -> LearnConfig:
 def task_of(model: Small, names: list[str], length: int, s: Settings, chunk: int | None, stage: int = 1) -> Task:
     contrast, text = contrast_of(s), model.model.text
     tokens = tokenize(names, text.tokenizer, model.context)
-    hand = encode_template(text, tokens, s.template, chunk) if "hand" in s.views else None
+    hand = encode_template(text, tokens, s.template, chunk) if "hand_crafted" in s.views else None
     views = [view for view in VIEWS if view in s.views or (stage == 1 and view == "end")]
     return Task(TextEncoder(text, tokens, length, views, chunk=chunk), hand, tokens.same, contrast)
 
@@ -58,7 +58,7 @@ def batch_of(model: Small, classes: int, seed: int = 0) -> Batch:
 def run(
     model: Small, names: list[str], s: Settings, length: int = 4, steps: int = 1, chunk: int | None = None
 ) -> Iterator[Step]:
-    """Some steps of stage 1, each from another prompt and with other pictures."""
+    """Some steps of stage 1, each from another prompt and with other images."""
     task, average = task_of(model, names, length, s, chunk), None
     for step in range(steps):
         found = joint_step(
@@ -156,15 +156,15 @@ SETTINGS = {
     "not normalized": Settings(normalize=False, temperature=1.0),
     "other template": Settings(template="{} in the snow"),
     "no hand": Settings(views=("end", "front", "middle")),
-    "no middle": Settings(views=("end", "front", "hand")),
-    "no front": Settings(views=("end", "middle", "hand")),
-    "no end": Settings(views=("front", "middle", "hand")),
+    "no middle": Settings(views=("end", "front", "hand_crafted")),
+    "no front": Settings(views=("end", "middle", "hand_crafted")),
+    "no end": Settings(views=("front", "middle", "hand_crafted")),
     "end, front": Settings(views=("end", "front")),
     "end, middle": Settings(views=("end", "middle")),
-    "end, hand": Settings(views=("end", "hand")),
+    "end, hand": Settings(views=("end", "hand_crafted")),
     "front, middle": Settings(views=("front", "middle")),
-    "hand, front": Settings(views=("hand", "front")),
-    "middle, hand": Settings(views=("middle", "hand")),
+    "hand, front": Settings(views=("hand_crafted", "front")),
+    "middle, hand": Settings(views=("middle", "hand_crafted")),
 }
 
 
@@ -182,8 +182,10 @@ def test_joint_step_of_other_kinds_with_settings(kind: str, which: str) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_equal_names(apart: bool) -> None:
     model = small("vit", torch.float64)
-    check(model, EQUAL, Settings(equal_apart=apart), 1e-9)
-    losses = [next(run(model, EQUAL, Settings(equal_apart=each))).losses["cpt"] for each in (apart, not apart)]
+    check(model, EQUAL, Settings(duplicates_as_negatives=apart), 1e-9)
+    losses = [
+        next(run(model, EQUAL, Settings(duplicates_as_negatives=each))).losses["cpt"] for each in (apart, not apart)
+    ]
     assert abs(losses[0] - losses[1]) > 0.1
 
 
@@ -209,7 +211,7 @@ def test_any_chunk(kind: str, chunk: int) -> None:
 def test_contrast_step(kind: str) -> None:
     model = small(kind, torch.float64)
     head = head_of(model)
-    for s in (Settings(), Settings(views=("front", "hand"), reduction="sum")):
+    for s in (Settings(), Settings(views=("front", "hand_crafted"), reduction="sum")):
         p = random_prompt(model, 3).requires_grad_()
         wanted = plain.contrast_loss(model, EQUAL, p, head, s)
         (by_prompt,) = torch.autograd.grad(wanted, p)

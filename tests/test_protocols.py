@@ -58,7 +58,7 @@ def do(bench: Bench, methods: list[str], datasets: list[str], seeds: list[int]) 
 
 
 def slowly(source: Source, weights: torch.Tensor) -> float:
-    """Per cent of pictures, each opened and looked at alone, that are nearest to their own class."""
+    """Per cent of images, each opened and looked at alone, that are nearest to their own class."""
     eyes, right = model(), 0
     for path, label in zip(source.paths, source.labels, strict=True):
         feature = eyes.encode_images(eyes.preprocess(open_image(path))[None])
@@ -131,8 +131,8 @@ def test_a_source_is_learned_once(data: Path, tmp_path: Path) -> None:
     assert {record["source"]["classes"] for record in records if record["source"]} == {len(WNIDS)}
 
 
-def test_a_picture_passes_the_tower_once(data: Path, tmp_path: Path) -> None:
-    """Over all methods and seeds: test pictures once, crops once an epoch, views once."""
+def test_a_image_passes_the_tower_once(data: Path, tmp_path: Path) -> None:
+    """Over all methods and seeds: test images once, crops once an epoch, views once."""
     records = do(bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2, 3])
     tests = sum(len(read_dataset(name, data).test.paths) for name in ("caltech101", "eurosat"))
     train = read_dataset("imagenet", data).train
@@ -331,10 +331,10 @@ def test_run_that_another_process_records_meanwhile_is_not_done(
     assert counts_and_keys(tmp_path) == (2, 2)
 
 
-def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
+def test_images_that_cannot_be_read(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", "eurosat")
-    (root / "2750" / "Forest" / "Forest_8.jpg").write_text("no picture")  # a test picture
-    (root / "2750" / "AnnualCrop" / "AnnualCrop_1.jpg").write_text("no picture")  # one to learn from
+    (root / "2750" / "Forest" / "Forest_8.jpg").write_text("no image")  # a test image
+    (root / "2750" / "AnnualCrop" / "AnnualCrop_1.jpg").write_text("no image")  # one to learn from
     told: list[ImageError] = []
     first = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
     (record,) = do(first, ["coop"], ["eurosat"], [1])
@@ -347,17 +347,17 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
         assert plain(do(again, ["coop"], ["eurosat"], [1])) == plain([record])
 
 
-def test_no_picture_can_be_read(tmp_path: Path) -> None:
+def test_no_image_can_be_read(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", "eurosat")
     for path in root.rglob("*.jpg"):
-        path.write_text("no picture")
+        path.write_text("no image")
     runner = bench("cross-dataset", tmp_path / "data", tmp_path / "runs", on_error=lambda _: None)
     with pytest.raises(SelfTPTError, match="none of the 12 test images"):
         do(runner, ["clip"], ["eurosat"], [1])
 
 
 def test_a_dataset_for_tests_alone_teaches_nothing(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(SelfTPTError, match="ImageNetV2 has no training pictures"):
+    with pytest.raises(SelfTPTError, match="ImageNetV2 has no training images"):
         do(bench("base-to-new", data, tmp_path), ["coop"], ["imagenetv2"], [1])
 
 
@@ -367,13 +367,13 @@ def test_settings_by_name() -> None:
     for path in (["adapt", "rate"], ["adapt"], ["adapt", "lr", "more"], ["learn", "contrasts"]):
         assert kind_of(settings, path) is None
     assert change(settings, {"adapt.lr": 1}) == change(settings, {"adapt.lr": 1.0})
-    for views in (["end", "hand"], "end,hand"):
-        assert change(settings, {"learn.contrast.views": views}).learn.contrast.views == ("end", "hand")
+    for views in (["end", "hand_crafted"], "end,hand"):
+        assert change(settings, {"learn.contrast.views": views}).learn.contrast.views == ("end", "hand_crafted")
     assert change(settings, {"learn.classes_per_step": None}).learn.classes_per_step is None
 
 
 def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
-    """Two of five pictures a class, drawn before the classes are halved; written out by the published rule."""
+    """Two of five images a class, drawn before the classes are halved; written out by the published rule."""
     config = BenchConfig(shots=2)
     records = do(bench("base-to-new", data, tmp_path, config=config), ["coop"], ["eurosat"], [1, 2])
     rows = rows_of("eurosat")["train"]
@@ -392,7 +392,7 @@ def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
 
 
 def test_what_makes_a_run_another(data: Path, tmp_path: Path) -> None:
-    """Another list of pictures, other names, another seed or setting: what was recorded is not taken for it."""
+    """Another list of images, other names, another seed or setting: what was recorded is not taken for it."""
     tree = make_tree(tmp_path / "data", "eurosat")
     make_tree(tmp_path / "data", "imagenet")
 
@@ -528,7 +528,7 @@ def test_all_that_is_found(run: Run, data: Path, weights: Path, tmp_path: Path) 
 def test_a_run_that_fails_does_not_end_the_others(run: Run, weights: Path, tmp_path: Path) -> None:
     make_tree(tmp_path / "data", "caltech101")
     for path in make_tree(tmp_path / "data", "eurosat").rglob("*.jpg"):
-        path.write_text("no picture")
+        path.write_text("no image")
     command = ["bench", "cross-dataset", "--data", tmp_path / "data", "--model", weights, "--methods", "clip"]
     answer = run(*command, "--datasets", "eurosat,caltech101", "--out", tmp_path / "runs")
     assert answer.code == 2

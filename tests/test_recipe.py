@@ -288,10 +288,10 @@ def test_the_space_keeps_what_tells_classes_apart() -> None:
 def test_land_is_drawn() -> None:
     """The same scene for the same number, another for another; half of them coarse; nothing is left blank."""
     for kind in above.LAND:
-        pictures = [above.draw(kind, number) for number in (0, 1, 0)]
-        assert [picture.size for picture in pictures[:2]] == [(224, 224), (64, 64)]
-        assert pictures[0].tobytes() == pictures[2].tobytes() != above.draw(kind, 2).tobytes()
-        assert min(low for low, _ in pictures[0].getextrema()) < max(high for _, high in pictures[0].getextrema())
+        images = [above.draw(kind, number) for number in (0, 1, 0)]
+        assert [image.size for image in images[:2]] == [(224, 224), (64, 64)]
+        assert images[0].tobytes() == images[2].tobytes() != above.draw(kind, 2).tobytes()
+        assert min(low for low, _ in images[0].getextrema()) < max(high for _, high in images[0].getextrema())
 
 
 def test_land_has_the_colours_it_should() -> None:
@@ -309,9 +309,9 @@ def test_land_has_the_colours_it_should() -> None:
     assert 0.05 < blue("river").mean() < blue("lake").mean() < blue("open water").mean()
 
 
-def pixels(picture: Image.Image) -> Tensor:
+def pixels(image: Image.Image) -> Tensor:
     """Colours [n, 3]."""
-    return torch.from_numpy(np.array(picture)).float().flatten(0, 1)
+    return torch.from_numpy(np.array(image)).float().flatten(0, 1)
 
 
 def test_lumps_are_centred_noise_of_their_size() -> None:
@@ -354,13 +354,13 @@ def test_drawings_tell_kinds_apart_by_what_differs_least_within_them() -> None:
     kinds = torch.arange(3).repeat(200)
     centres = torch.tensor([[1.0, 0, 2, 0], [-0.5, 0.9, 0, 0], [-0.5, -0.9, -2, 0]])
     common = torch.tensor([0.3, -0.2, 0.1, 5])
-    pictures = centres[kinds] + common + torch.randn(600, 4, generator=generator) * torch.tensor([0.1, 0.1, 2, 0.1])
-    found = teacher.by_drawings(pictures, kinds, ridge=0.01)
+    images = centres[kinds] + common + torch.randn(600, 4, generator=generator) * torch.tensor([0.1, 0.1, 2, 0.1])
+    found = teacher.by_drawings(images, kinds, ridge=0.01)
     torch.testing.assert_close(found.norm(dim=-1), torch.ones(3))
     assert (found[:, 2].abs() < 0.1).all()
     assert (found @ F.normalize(common, dim=0)).abs().max() < 0.05
-    assert teacher.right(pictures, found, kinds) > 0.95
-    assert teacher.right(pictures, F.normalize(centres, dim=-1), kinds) < 0.8
+    assert teacher.right(images, found, kinds) > 0.95
+    assert teacher.right(images, F.normalize(centres, dim=-1), kinds) < 0.8
 
 
 def test_the_space_is_blind_to_a_change_that_tells_nothing_apart() -> None:

@@ -115,7 +115,7 @@ def test_predictor_tunes_on_zero_shot_labels() -> None:
     found = predictor(views)
     assert torch.equal(predictor(views), found)
     zero_shot = plain.probabilities(
-        views[:, 0], plain.encode(tiny, "hand", NAMES, torch.empty(0), TEMPLATE), 1 / tiny.model.scale
+        views[:, 0], plain.encode(tiny, "hand_crafted", NAMES, torch.empty(0), TEMPLATE), 1 / tiny.model.scale
     )
     labels = torch.tensor(oracle.assignments(zero_shot.tolist(), 1))
     prompt = tune(tiny.model, encoder_of(tiny, 2), views[:, None, 1:], labels, SHORT)

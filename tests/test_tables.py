@@ -352,7 +352,7 @@ def test_other_settings_are_told() -> None:
     assert row(table, "clip").notes == ()
 
 
-def test_only_rows_of_as_many_pictures_are_compared() -> None:
+def test_only_rows_of_as_many_images_are_compared() -> None:
     """A part of the test images is not the best of them."""
     part = {"test": {"top1": 90.0, "top5": 95.0, "ece": 1.0, "images": 100, "classes": 47}}
     runs = [

@@ -154,7 +154,7 @@ def test_template(kind: str, dtype: torch.dtype) -> None:
     none = random_prompt(exact, 0)
     for template in TEMPLATES:
         names = names_of([2, 1, min(40, model.room(12)), 1])
-        wanted = plain.encode(exact, "hand", names, none, template)
+        wanted = plain.encode(exact, "hand_crafted", names, none, template)
         for chunk in (None, 1, 3):
             found = encode_template(model.model.text, tokens_of(model, names), template, chunk)
             assert not found.requires_grad

@@ -277,13 +277,13 @@ def test_any_names(names: list[str], room: int) -> None:
 def test_room_counts_the_tokens_of_the_whole_sentence() -> None:
     """A closing bracket and the full stop are one token together: a name fits that would not if they were split."""
     name = " ".join(["red"] * 65) + " (sun)"  # 68 tokens alone
-    contrast = ContrastConfig(views=("end", "hand"), template="a photo of a red {}.")
+    contrast = ContrastConfig(views=("end", "hand_crafted"), template="a photo of a red {}.")
     assert len(CLIP.encode(name)) == 68
     assert len(CLIP.encode(contrast.template.replace("{}", name))) == 73
     assert class_tokens(CLIP, [name, "cat"], 6, contrast).names == (name, "cat")
     longer = "a photo of a red blue red {}."
     with pytest.raises(SelfTPTError, match=r"too long: 69 tokens, .* room for 68"):
-        class_tokens(CLIP, [f"red {name}", "cat"], 4, ContrastConfig(views=("end", "hand"), template=longer))
+        class_tokens(CLIP, [f"red {name}", "cat"], 4, ContrastConfig(views=("end", "hand_crafted"), template=longer))
 
 
 def test_whole_sentence_that_is_too_long() -> None:

@@ -41,7 +41,7 @@ def views_of(small: Small, count: int = 1, views: int = 12, seed: int = 0) -> Te
 
 def tuner_of(small: Small, names: list[str] = NAMES, spread: float | None = None, **more: Any) -> Tuner:
     """TPT's predictor, or C-TPT's if there is a weight of the dispersion."""
-    context, more = FitContext(small.model), {"confident": 0.3} | more
+    context, more = FitContext(small.model), {"confidence_ratio": 0.3} | more
     if spread is None:
         fitted = TPT.fit(context, TptConfig(**more))
     else:
@@ -114,7 +114,7 @@ def test_every_method_keeps_int_of_ratio_times_views(ratio: float, views: int, k
 
 def test_default_keeps_six_of_64_views() -> None:
     logits = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
-    assert len(most_confident(logits, TptConfig().confident)) == 6
+    assert len(most_confident(logits, TptConfig().confidence_ratio)) == 6
 
 
 def test_loss_of_certain_views_is_finite() -> None:
@@ -196,9 +196,9 @@ def test_cost_follows_from_the_configuration(method: str, kind: type) -> None:
         {"views": 8.5},
         {"views": True},
         {"augmix": 1},
-        {"confident": 0.0},
-        {"confident": 1.5},
-        {"confident": "0.1"},
+        {"confidence_ratio": 0.0},
+        {"confidence_ratio": 1.5},
+        {"confidence_ratio": "0.1"},
         {"steps": -1},
         {"lr": 0.0},
         {"weight_decay": -1.0},

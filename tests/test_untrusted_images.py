@@ -19,8 +19,8 @@ import torch
 from PIL import EpsImagePlugin, IcoImagePlugin, Image, ImageFile, JpegImagePlugin, WebPImagePlugin, WmfImagePlugin
 
 from selftpt.data.decoding import DECODERS, ImageError, open_image
-from tests.helpers import images as pictures
-from tests.helpers.images import WHITE, encoded, scene
+from tests.helpers import image_files
+from tests.helpers.image_files import WHITE, encoded, scene
 
 
 def refusal(source: Any, **options: Any) -> str:
@@ -58,7 +58,7 @@ def grey_tiff(width: int, height: int, compression: int, data: bytes, **tags: An
         "sizes": 325,
     }
     fixed = {256: width, 257: height, 258: 8, 259: compression, 262: 1, 277: 1}
-    return pictures.tiff(fixed | {names[name]: value for name, value in tags.items()}, data)
+    return image_files.tiff(fixed | {names[name]: value for name, value in tags.items()}, data)
 
 
 # Only regular files
@@ -134,7 +134,7 @@ def test_other_formats_are_named_and_not_opened(
 
 def test_an_icon_around_a_large_image_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its directory says 16 x 16, the PNG file in it 20,000 x 20,000."""
-    large = pictures.png(20_000, 20_000, 1, 0, [])
+    large = image_files.png(20_000, 20_000, 1, 0, [])
     entry = struct.pack("<4B2H2I", 16, 16, 0, 0, 1, 32, len(large), 22)
     never(monkeypatch, (IcoImagePlugin.IcoImageFile, "__init__"))
     path = written(tmp_path / "a.png", struct.pack("<3H", 0, 1, 1) + entry + large)
@@ -273,7 +273,7 @@ def test_a_file_too_large_for_any_image_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_progressive_jpeg_of_countless_scans_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encoded(pictures.noise(0), "JPEG", progressive=True)
+    data = encoded(image_files.noise(0), "JPEG", progressive=True)
     start = data.index(b"\xff\xda")
     scan = data[start : data.index(b"\xff", start + 2)]
     many = written(tmp_path / "a.jpg", data[:-2] + scan * 10_000 + data[-2:])
@@ -287,7 +287,7 @@ def test_compressed_texts_and_profiles_stay_small(tmp_path: Path, kind: bytes) -
     """100 MB in a file of 0.1 MB."""
     bomb = zlib.compressobj(9)
     packed = b"".join(bomb.compress(bytes(1_000_000)) for _ in range(100)) + bomb.flush()
-    path = written(tmp_path / "a.png", pictures.png(1, 1, 8, 0, [b"\0"], [(kind, b"name\0\0" + packed)]))
+    path = written(tmp_path / "a.png", image_files.png(1, 1, 8, 0, [b"\0"], [(kind, b"name\0\0" + packed)]))
     tracemalloc.start()
     try:
         refusal(path)
@@ -339,7 +339,7 @@ def test_16_bit_images_take_no_large_arrays() -> None:
 
 
 def test_arrays_and_tensors() -> None:
-    pixels = np.asarray(pictures.noise(0, 30, 20)).copy()
+    pixels = np.asarray(image_files.noise(0, 30, 20)).copy()
     for source in (pixels, torch.from_numpy(pixels).permute(2, 0, 1), pixels[::1, ::1][:, :, :]):
         found = open_image(source)
         assert found.mode == "RGB"

@@ -21,7 +21,7 @@ from selftpt.models.image import ImageTower, fold
 from tests.helpers.models import KINDS, SPECS, perturb, relative, small
 
 
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+def image(width: int, height: int, seed: int = 0) -> Image.Image:
     """Coarse blobs, so that resizing matters and no pixel is like its neighbour."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (7, 9, 3), dtype=np.uint8))
@@ -152,12 +152,12 @@ def test_real_towers_are_folded(kind: str, left: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_images(kind: str) -> None:
-    """From a picture to a unit vector as open_clip does it, by bytes or by floats."""
+    """From a image to a unit vector as open_clip does it, by bytes or by floats."""
     model = small(kind)
     transform = image_transform_v2(PreprocessCfg(**model.clip.visual.preprocess_cfg), is_train=False)
-    pictures = [picture(90, 70), picture(70, 200, seed=1)]
-    floats = torch.stack([transform(p) for p in pictures])
-    bytes_ = torch.stack([model.model.preprocess(p) for p in pictures])
+    images = [image(90, 70), image(70, 200, seed=1)]
+    floats = torch.stack([transform(p) for p in images])
+    bytes_ = torch.stack([model.model.preprocess(p) for p in images])
     assert bytes_.dtype == torch.uint8
     with torch.no_grad():
         wanted = F.normalize(model.clip.encode_image(floats), dim=-1)
@@ -203,18 +203,18 @@ def test_preprocess(config: PreprocessCfg) -> None:
     height, width = config.size if isinstance(config.size, tuple) else (config.size, config.size)
     assert preprocess.size == (height, width)
     for shape in [(100, 60), (60, 100), (32, 32), (7, 5), (33, 200), (4, 50)]:
-        pixels = preprocess(picture(*shape))
+        pixels = preprocess(image(*shape))
         assert pixels.dtype == torch.uint8
         assert pixels.shape == (3, height, width)
         found = preprocess.normalize(pixels[None])[0]
-        assert torch.allclose(found, wanted(picture(*shape)), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(found, wanted(image(*shape)), rtol=1e-6, atol=1e-6)
 
 
 def test_preprocess_with_other_mean() -> None:
     config = PreprocessCfg(size=16, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     preprocess = Preprocess.of(asdict(config))
-    found = preprocess.normalize(preprocess(picture(40, 30))[None])[0]
-    assert torch.allclose(found, image_transform_v2(config, is_train=False)(picture(40, 30)), atol=1e-6)
+    found = preprocess.normalize(preprocess(image(40, 30))[None])[0]
+    assert torch.allclose(found, image_transform_v2(config, is_train=False)(image(40, 30)), atol=1e-6)
     white = preprocess.normalize(torch.full((1, 3, 16, 16), 255, dtype=torch.uint8))[0, :, 0, 0]
     assert white.tolist() == pytest.approx([0.9 / 0.4, 0.8 / 0.5, 0.7 / 0.6], rel=1e-6)
 

@@ -34,14 +34,14 @@ def draw(seed: int, *shape: int, sharp: float = 3.0) -> Tensor:
     seed=st.integers(0, 10_000),
     views=st.integers(1, 24),
     classes=st.integers(2, 6),
-    confident=st.sampled_from([0.1, 0.3, 0.5, 1.0]),
+    confidence_ratio=st.sampled_from([0.1, 0.3, 0.5, 1.0]),
 )
-def test_vote_equals_the_reference(seed: int, views: int, classes: int, confident: float) -> None:
+def test_vote_equals_the_reference(seed: int, views: int, classes: int, confidence_ratio: float) -> None:
     probabilities = draw(seed, 4, views, classes)
-    found = vote(probabilities, confident)
+    found = vote(probabilities, confidence_ratio)
     assert torch.allclose(found.sum(-1), torch.ones(4))
     for row, views_of_image in zip(found, probabilities.tolist(), strict=True):
-        winner, votes = oracle.predict(views_of_image, confident)
+        winner, votes = oracle.predict(views_of_image, confidence_ratio)
         votes[winner] += votes.count(max(votes)) > 1
         assert row.argmax() == winner
         torch.testing.assert_close(row, torch.tensor(votes) / sum(votes))
@@ -112,7 +112,7 @@ def test_image_and_crops() -> None:
     assert [spec.views for spec in image_and_crops(1, augmix=True)] == [1]
 
 
-@pytest.mark.parametrize("wrong", [{"views": 0}, {"views": 6.4}, {"confident": 0}, {"confident": 1.5}])
+@pytest.mark.parametrize("wrong", [{"views": 0}, {"views": 6.4}, {"confidence_ratio": 0}, {"confidence_ratio": 1.5}])
 def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"ZeroConfig.{next(iter(wrong))} must be"):
         ZeroConfig(**wrong)

@@ -46,11 +46,11 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
     context = prompt.context.to(device).clone()
     head = Head(*(differentiable(t.to(device)) for t in prompt.head))
     if config.steps:
-        hand = None
-        if "hand" in contrast.views:
-            hand = encode_template(model.text, tokens, contrast.template, config.chunk)
+        hand_crafted = None
+        if "hand_crafted" in contrast.views:
+            hand_crafted = encode_template(model.text, tokens, contrast.template, config.chunk)
         encoder = TextEncoder(model.text, tokens, length, contrast.learned, chunk=config.chunk)
-        task = Task(encoder, hand, tokens.same.to(device), contrast)
+        task = Task(encoder, hand_crafted, tokens.same.to(device), contrast)
         optimizer = torch.optim.SGD([context], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
         forwards = config.steps * (len(encoder.forwards) + (0 if encoder.unchunked else len(encoder.wide_forwards)))
         with Bar("adapting", forwards) as bar:

@@ -25,7 +25,7 @@ from selftpt.names import check_names
 from selftpt.version import __version__
 
 SCHEMA = Schema(
-    header={"model": get_type_hints(ModelId), "meaningless": bool, "names": list, "scale": float, "origin": dict},
+    header={"model": get_type_hints(ModelId), "random_init": bool, "names": list, "scale": float, "origin": dict},
     tensors={"weights": "C D"},
 )
 
@@ -87,7 +87,7 @@ class Classifier:
         """Write the classifier to a file; the model itself is not in it."""
         header = {
             "model": dataclasses.asdict(self.model_id),
-            "meaningless": self.model_id.meaningless,
+            "random_init": self.model_id.random_init,
             "names": self.names,
             "scale": self.scale,
             "origin": dict(self.origin),
@@ -169,7 +169,7 @@ class Classifier:
         provider = FeatureProvider(model, specs, batch=config.batch, on_error=on_error)
         for block in provider.blocks(expand(images, on_error)):
             yield from top_classes(
-                merge_views(self.probabilities(block.views), config.confident), self.names, block, config.top
+                merge_views(self.probabilities(block.views), config.confidence_ratio), self.names, block, config.top
             )
 
 

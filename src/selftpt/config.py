@@ -19,12 +19,17 @@ from selftpt.errors import SelfTPTError, SelfTPTWarning
 
 View = Literal["end", "front", "middle"]
 VIEWS: tuple[View, ...] = ("end", "front", "middle")  # Eq. 7, in its order
-CptView = Literal["end", "front", "middle", "hand"]  # and Eq. 8
+CptView = Literal["end", "front", "middle", "hand_crafted"]  # and Eq. 8
 Reduction = Literal["mean", "sum"]
 Matching = Literal["cosine", "mse"]
 ClassVectors = Literal["end", "mean"]
 Precision = Literal["fp32", "bf16", "fp16"]
 CacheMode = Literal["on", "off", "read-only"]
+
+# Names that earlier versions used. They are still accepted in files and, with a deprecation warning, where a user types
+# them.
+RENAMED_SETTINGS = {"confident": "confidence_ratio", "equal_apart": "duplicates_as_negatives"}
+RENAMED_VIEWS = {"hand": "hand_crafted"}
 
 INT_LIMIT = 2**31  # what every library and generator underneath takes
 LIMITS = {"above": "above {:g}", "minimum": "{:g} or more", "maximum": "at most {:g}", "below": "below {:.10g}"}
@@ -74,9 +79,9 @@ class Config:
             try:
                 object.__setattr__(self, name, _convert(kind, limits[name], value))
             except ValueError:
-                told, shown = _describe(kind, limits[name], value), repr(value)
+                expected, shown = _describe(kind, limits[name], value), repr(value)
                 shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-                raise SelfTPTError(f"{type(self).__name__}.{name} must be {told}, not {shown}") from None
+                raise SelfTPTError(f"{type(self).__name__}.{name} must be {expected}, not {shown}") from None
 
     @classmethod
     def _limits(cls) -> dict[str, dict[str, Any]]:
@@ -125,7 +130,7 @@ def _within(limits: Mapping[str, Any], value: float) -> bool:
 
 
 def _describe(kind: Any, limits: Mapping[str, Any], value: Any) -> str:
-    """What a field allows, told to one who gave `value`."""
+    """What a field allows, for the error message about `value`."""
     inner = get_args(kind)
     if _optional(kind):
         return f"{_describe(inner[0], limits, value)}, or none"
@@ -136,8 +141,8 @@ def _describe(kind: Any, limits: Mapping[str, Any], value: Any) -> str:
     if kind is int and isinstance(value, int) and abs(value) >= INT_LIMIT:
         limits = {"below": INT_LIMIT, **limits}
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string that UTF-8 can encode"}
-    told = " and ".join(text.format(limits[limit]) for limit, text in LIMITS.items() if limit in limits)
-    return f"{names.get(kind) or f'a {kind.__name__}'} {told}".rstrip()
+    bounds = " and ".join(text.format(limits[limit]) for limit, text in LIMITS.items() if limit in limits)
+    return f"{names.get(kind) or f'a {kind.__name__}'} {bounds}".rstrip()
 
 
 def _optional(kind: Any) -> bool:
@@ -154,14 +159,16 @@ def check_template(template: str) -> None:
 class ContrastConfig(Config):
     """Contrastive prompt tuning. Eq. 7 to 9; a prompt keeps it, and stage 2 follows it."""
 
-    views: tuple[CptView, ...] = setting(("end", "front", "middle", "hand"), "views that CPT contrasts")
-    template: str = setting("a photo of a {}.", "sentence of the hand-written view")
+    views: tuple[CptView, ...] = setting(("end", "front", "middle", "hand_crafted"), "views that CPT contrasts")
+    template: str = setting("a photo of a {}.", "template of the hand-crafted view")
     temperature: float = setting(0.07, "temperature of CPT", above=0)
     reduction: Reduction = setting("mean", "mean or sum over the terms of Eq. 9")
-    normalize: bool = setting(True, "bring projected features to unit length")
-    equal_apart: bool = setting(False, "count classes of equal names as negatives of each other")
+    normalize: bool = setting(True, "L2-normalise the projected features")
+    duplicates_as_negatives: bool = setting(False, "treat classes with the same name as negatives of each other")
 
     def __post_init__(self) -> None:
+        if isinstance(self.views, list | tuple):
+            object.__setattr__(self, "views", tuple(RENAMED_VIEWS.get(view, view) for view in self.views))
         super().__post_init__()
         if len(self.views) < 2 or len(set(self.views)) != len(self.views):
             raise SelfTPTError(f"CPT needs two or more different views, not {' '.join(self.views) or 'none'}")
@@ -173,12 +180,12 @@ class ContrastConfig(Config):
         return tuple(view for view in VIEWS if view in self.views)
 
 
-PROMPT_ALONE = ContrastConfig(views=VIEWS)  # for what has no hand-written sentence: names need no room for one
+PROMPT_ALONE = ContrastConfig(views=VIEWS)  # without a hand-crafted view: class names need no room for a template
 
 
 @dataclass(frozen=True)
 class TrainConfig(Config):
-    """Learning a prompt from labelled pictures, as all methods of CoOp's family do. The defaults are the paper's."""
+    """Learning a prompt from labelled images, as all methods of CoOp's family do. The defaults are the paper's."""
 
     length: int = setting(4, "number of context vectors, M", above=0)
     words: str = setting("a photo of a", "words the context starts from")
@@ -199,7 +206,7 @@ class TrainConfig(Config):
 
 @dataclass(frozen=True)
 class LearnConfig(TrainConfig):
-    """Stage 1. The defaults are the paper's where it says; docs/method.md tells what it leaves open."""
+    """Stage 1. The defaults are the paper's where it says; docs/method.md lists what it leaves open."""
 
     ce: float = setting(1.0, "weight of cross-entropy", minimum=0)
     cpt: float = setting(1.0, "weight of contrastive prompt tuning", minimum=0)
@@ -226,7 +233,7 @@ class LearnConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class AdaptConfig(Config):
-    """Stage 2. The defaults are the paper's where it says; docs/method.md tells what it leaves open."""
+    """Stage 2. The defaults are the paper's where it says; docs/method.md lists what it leaves open."""
 
     steps: int = setting(10, "steps of SGD", minimum=0)
     lr: float = setting(0.1, "learning rate", above=0)
@@ -238,11 +245,13 @@ class AdaptConfig(Config):
 
 @dataclass(frozen=True)
 class PredictConfig(Config):
-    """Stage 3. With `views` above 1 it is Self-TPT-v: the picture and random crops of it, merged."""
+    """Stage 3. With `views` above 1 it is Self-TPT-v: the image and random crops of it, merged."""
 
     top: int = setting(5, "classes named for each image", above=0)
     views: int = setting(1, "views of an image: itself and random crops; 64 is Self-TPT-v", above=0)
-    confident: float = setting(1.0, "share of the views that is merged, the most confident ones", above=0, maximum=1)
+    confidence_ratio: float = setting(
+        1.0, "share of the views that are merged: those with the lowest entropy", above=0, maximum=1
+    )
     seed: int = setting(0, "seed of the random crops", minimum=0, below=INT_LIMIT)
     batch: int = setting(32, "images or views that the image tower encodes at once", above=0)
     max_megapixels: float = setting(80.0, "larger images are refused", above=0)
@@ -265,6 +274,7 @@ class BenchConfig(Config):
 def kind_of(settings: Any, path: Sequence[str]) -> Any:
     """The annotation of the field at `path`, or None if there is no such field."""
     name, *rest = path
+    name = RENAMED_SETTINGS.get(name, name)
     if name not in {field.name for field in dataclasses.fields(settings)}:
         return None
     if dataclasses.is_dataclass(value := getattr(settings, name)):
@@ -287,6 +297,8 @@ def change(settings: Any, changes: Mapping[str, Any]) -> Any:
     nested: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         name, _, rest = key.partition(".")
+        if name in RENAMED_SETTINGS:
+            deprecated(f"the setting {name}", name := RENAMED_SETTINGS[name])
         if rest:
             nested.setdefault(name, {})[rest] = value
             continue
@@ -311,6 +323,8 @@ def restore(default: Any, values: Mapping[str, Any]) -> Any:
         SelfTPTError: The fields are others, or do not allow the values.
     """
     fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
+    if isinstance(values, Mapping):
+        values = current_names(values)
     if not isinstance(values, Mapping) or values.keys() != fields.keys():
         raise SelfTPTError(
             f"{type(default).__name__} of another version of selftpt: it has the fields {', '.join(fields)}"
@@ -324,6 +338,16 @@ def restore(default: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
+def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that an earlier version wrote, under the names of this version."""
+    return {RENAMED_SETTINGS.get(name, name): value for name, value in values.items()}
+
+
+def deprecated(what: str, instead: str) -> None:
+    """Warn that `what` is deprecated and will be removed in the next release."""
+    warnings.warn(f"{what} is deprecated: write {instead}", SelfTPTWarning, stacklevel=3)
+
+
 def without_places(default: Any) -> dict[str, Any]:
     """The default values of the fields of a configuration that name files, folders or repositories."""
     return {
@@ -334,5 +358,5 @@ def without_places(default: Any) -> dict[str, Any]:
 def none_for_zero(name: str, value: int) -> int | None:
     """The value of a setting that may be None, for which the command line took 0 before: deprecated."""
     if value == 0:
-        warnings.warn(f"0 for {name} is deprecated: write none", SelfTPTWarning, stacklevel=3)
+        deprecated(f"0 for {name}", "none")
     return value or None

@@ -431,6 +431,8 @@ def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema |
             raise _damaged(path, f"its tensor {ascii(name)[:60]} cannot be read")
     if header.setdefault("tensors", layout) != layout:
         raise _damaged(path, "its tensors are not those of its header")
+    if "meaningless" in header:  # the key of earlier versions
+        header["random_init"] = header.pop("meaningless")
     if kind is not None and found_kind != kind:
         raise SelfTPTError(f"{_shown(path)} holds a {found_kind[:60]}, not a {kind}")
     if schema:

@@ -89,12 +89,12 @@ def learn_from_features(
     training.start_from(initial or {})
     settings = dataclasses.asdict(config)
     key = _run_key(model, tokens, features, labels, settings, initial)
-    files = RunFiles(out, key, model.id.meaningless, optional)
+    files = RunFiles(out, key, model.id.random_init, optional)
     origin = {
         "stage": "learn",
         "settings": settings,
         "classes": list(tokens.names),
-        "pictures": len(labels),
+        "images": len(labels),
         "selftpt": __version__,
     }
     prompt = Prompt.of(training.run(files), config.contrast, model.id, origin)
@@ -153,17 +153,17 @@ class ClassLists:
 
     def __init__(self, model: Model, tokens: ClassTokens, config: LearnConfig) -> None:
         self.model, self.tokens, self.config = model, tokens, config
-        self.hand = None
-        if config.contrasts and "hand" in config.contrast.views:
-            self.hand = encode_template(model.text, tokens, config.contrast.template, config.chunk)
-        self.all = None if config.classes_per_step else self._task(tokens, self.hand)
+        self.hand_crafted = None
+        if config.contrasts and "hand_crafted" in config.contrast.views:
+            self.hand_crafted = encode_template(model.text, tokens, config.contrast.template, config.chunk)
+        self.all = None if config.classes_per_step else self._task(tokens, self.hand_crafted)
 
-    def _task(self, tokens: ClassTokens, hand: Tensor | None) -> Task:
+    def _task(self, tokens: ClassTokens, hand_crafted: Tensor | None) -> Task:
         config = self.config
         contrasted = config.contrast.learned if config.contrasts else ()
         views = [view for view in VIEWS if view == "end" or view in contrasted]  # cross-entropy is of Eq. 2
         encoder = TextEncoder(self.model.text, tokens, config.length, views, chunk=config.chunk)
-        return Task(encoder, hand, tokens.same.to(self.model.device), config.contrast)
+        return Task(encoder, hand_crafted, tokens.same.to(self.model.device), config.contrast)
 
     def draw(self, labels: Sequence[int], seed: str) -> tuple[Task, Tensor]:
         """The step's class list, and the labels [B] in it."""
@@ -173,5 +173,11 @@ class ClassLists:
         others = sorted(set(range(len(self.tokens))) - set(own))
         wanted = max(0, (self.config.classes_per_step or 0) - len(own))
         chosen = own + random.Random(seed).sample(others, min(wanted, len(others)))
-        hand = None if self.hand is None else self.hand[torch.tensor(chosen, device=self.hand.device)]
-        return self._task(self.tokens.subset(chosen), hand), torch.tensor([chosen.index(label) for label in labels])
+        hand_crafted = (
+            None
+            if self.hand_crafted is None
+            else self.hand_crafted[torch.tensor(chosen, device=self.hand_crafted.device)]
+        )
+        return self._task(self.tokens.subset(chosen), hand_crafted), torch.tensor(
+            [chosen.index(label) for label in labels]
+        )

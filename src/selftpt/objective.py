@@ -24,27 +24,27 @@ class Task:
     """A class list ready for the losses.
 
     encoder: its features in the learned views, of which `end` is the first if cross-entropy is asked for.
-    hand: [C, D], its features in the hand-written sentence, or None if CPT does without.
+    hand_crafted: [C, D], its features in the hand-written sentence, or None if CPT does without.
     same: [C], equal for classes of equal names.
     """
 
     encoder: TextEncoder
-    hand: Tensor | None
+    hand_crafted: Tensor | None
     same: Tensor
     contrast: ContrastConfig
 
     def cpt(self, features: Tensor, head: Head) -> Tensor:
         """Eq. 9 of the encoder's features [V, C, D]."""
         views: dict[str, Tensor] = dict(zip(self.encoder.views, features, strict=True))
-        if self.hand is not None:
-            views["hand"] = self.hand
+        if self.hand_crafted is not None:
+            views["hand_crafted"] = self.hand_crafted
         c = self.contrast
         z = torch.stack([project(views[view], head, c.normalize) for view in c.views])
-        return cpt(z, None if c.equal_apart else self.same, c.temperature, c.reduction)
+        return cpt(z, None if c.duplicates_as_negatives else self.same, c.temperature, c.reduction)
 
 
 class Batch(NamedTuple):
-    """Source pictures: unit features [B, D], labels [B], and 1 / τ of Eq. 1."""
+    """Source images: unit features [B, D], labels [B], and 1 / τ of Eq. 1."""
 
     images: Tensor
     labels: Tensor

@@ -13,14 +13,14 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from selftpt.config import ContrastConfig
+from selftpt.config import ContrastConfig, current_names
 from selftpt.errors import SelfTPTError
 from selftpt.files import Schema, read_tensors, write_tensors
 from selftpt.losses import Head
 from selftpt.models import EMBEDDED_FILES, Model, ModelId
 
 SCHEMA = Schema(
-    header={"model": get_type_hints(ModelId), "meaningless": bool, "contrast": dict, "origin": dict},
+    header={"model": get_type_hints(ModelId), "random_init": bool, "contrast": dict, "origin": dict},
     tensors={"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "F"},
 )
 
@@ -46,7 +46,7 @@ class Prompt:
         """Write the prompt to a file."""
         header = {
             "model": dataclasses.asdict(self.model),
-            "meaningless": self.model.meaningless,
+            "random_init": self.model.random_init,
             "contrast": dataclasses.asdict(self.contrast),
             "origin": dict(self.origin),
         }
@@ -92,7 +92,7 @@ class Prompt:
         """Read a prompt from a file."""
         header, tensors = read_tensors(Path(path), "prompt", SCHEMA)
         try:
-            contrast = ContrastConfig(**header["contrast"])
+            contrast = ContrastConfig(**current_names(header["contrast"]))
         except (TypeError, SelfTPTError) as error:  # TypeError: an unknown field
             raise SelfTPTError(f"{path} is not a valid prompt file: {error}") from error
         context = tensors.pop("context")

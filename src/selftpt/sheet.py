@@ -1,4 +1,4 @@
-"""Pictures and what was said of them, on one sheet."""
+"""Images and what was said of them, on one sheet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SIDE, LINE, GAP = 240, 20, 12
 
 
 class Tile(NamedTuple):
-    """A picture in RGB and lines of text under it, each with its colour."""
+    """A image in RGB and lines of text under it, each with its colour."""
 
-    picture: Image.Image
+    image: Image.Image
     lines: Sequence[tuple[str, str]]
 
 
@@ -28,7 +28,7 @@ def contact_sheet(title: str, tiles: Sequence[Tile], columns: int = 4) -> Image.
     pen.text((GAP, GAP), title, "black", large)
     for i, tile in enumerate(tiles):
         x, y = GAP + i % columns * width, top + i // columns * height
-        sheet.paste(ImageOps.fit(tile.picture, (SIDE, SIDE)), (x, y))
+        sheet.paste(ImageOps.fit(tile.image, (SIDE, SIDE)), (x, y))
         for n, (text, colour) in enumerate(tile.lines):
             pen.text((x, y + SIDE + 2 + n * LINE), _fit(text, font), colour, font)
     return sheet

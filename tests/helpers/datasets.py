@@ -1,4 +1,4 @@
-"""Tiny trees of the layout that the paper's 15 datasets have: few classes, small pictures of noise."""
+"""Tiny trees of the layout that the paper's 15 datasets have: few classes, small images of noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 from selftpt.data.datasets import DATASETS
 
-# The picture of a number, below the dataset's folder of pictures, and the name of its class in the published split.
+# The image of a number, below the dataset's folder of images, and the name of its class in the published split.
 LISTED = {
     "caltech101": [
         ("Faces/image_{:04}.jpg", "face"),
@@ -50,7 +50,7 @@ LISTED = {
         ("Hammer_Throw/v_HammerThrow_g{:02}_c01.jpg", "Hammer_Throw"),
     ],
 }
-PARTS = {"train": range(1, 6), "val": range(6, 8), "test": range(8, 11)}  # the numbers of each class's pictures
+PARTS = {"train": range(1, 6), "val": range(6, 8), "test": range(8, 11)}  # the numbers of each class's images
 WNIDS = {
     "n01440764": "tench",
     "n01443537": "goldfish",
@@ -71,15 +71,15 @@ def make_tree(data: Path, name: str) -> Path:
     """A dataset below the folder `data`, as it is after a download by the book; its own folder."""
     spec = DATASETS[name]
     root = data / spec.folder
-    pictures = root / spec.pictures
+    images = root / spec.image_folder
     if spec.wnids:
         _write(root / "classnames.txt", (f"{wnid} {called}" for wnid, called in WNIDS.items()))
         for path in _imagenet(name):
-            _picture(pictures / path)
+            _image(images / path)
         return root
     for rows in rows_of(name).values():
         for path, _, _ in rows:
-            _picture(pictures / path)
+            _image(images / path)
     if spec.split:
         (root / spec.split).write_text(json.dumps(rows_of(name)))
     _write_lists(root, name)
@@ -111,12 +111,12 @@ def _imagenet(name: str) -> list[str]:
 
 
 def _write_lists(root: Path, name: str) -> None:
-    """What lies beside the pictures: the dataset's own lists, and what is no class."""
+    """What lies beside the images: the dataset's own lists, and what is no class."""
     rows = rows_of(name)
     whole = {"train": rows["train"] + rows["val"], "test": rows["test"]}
     if name == "caltech101":
         for other in ("BACKGROUND_Google", "Faces_easy"):
-            _picture(root / "101_ObjectCategories" / other / "image_0001.jpg")
+            _image(root / "101_ObjectCategories" / other / "image_0001.jpg")
     elif name == "oxford_pets":
         for part, file in (("train", "trainval"), ("test", "test")):
             _write(root / f"annotations/{file}.txt", (f"{Path(p).stem} {i + 1} 1 1" for p, i, _ in whole[part]))
@@ -151,7 +151,7 @@ def _write(file: Path, lines: Iterable[str]) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def _picture(path: Path) -> None:
+def _image(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     rng = random.Random("/".join(path.parts[-2:]))
     size = rng.randrange(24, 48), rng.randrange(24, 48)

@@ -1,4 +1,4 @@
-"""Folders that tests need: labelled pictures, and a small model that can be named on the command line."""
+"""Folders that tests need: labelled images, and a small model that can be named on the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from open_clip import create_model
 from PIL import Image
 from safetensors.torch import save_file
 
-from tests.helpers.images import noise
+from tests.helpers.image_files import noise
 
 CONFIG = {
     "model_cfg": {
@@ -35,7 +35,7 @@ def make_model(folder: Path, **changes: object) -> Path:
 
 
 def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale", "kite"), each: int = 3) -> Path:
-    """A folder with a folder a class, small noisy pictures in each."""
+    """A folder with a folder a class, small noisy images in each."""
     rng = random.Random(0)
     for name in classes:
         for i in range(each):
@@ -45,9 +45,9 @@ def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale
     return folder
 
 
-def make_generated(folder: Path, pictures: Sequence[Path], each: int) -> Path:
-    """A folder of what a diffusion model might have made of pictures, as DiffTPT looks for it; all are different."""
-    for i, path in enumerate(pictures):
+def make_generated(folder: Path, images: Sequence[Path], each: int) -> Path:
+    """A folder of what a diffusion model might have made of images, as DiffTPT looks for it; all are different."""
+    for i, path in enumerate(images):
         place = folder / path.parent.name / path.name
         place.mkdir(parents=True)
         for k in range(each):

@@ -10,28 +10,28 @@ import random
 from collections.abc import Callable, Sequence
 
 Plane = list[list[int]]  # one colour: rows of values from 0 to 255
-Picture = list[Plane]
-Operation = Callable[[Picture, random.Random], Picture]
+Image = list[Plane]
+Operation = Callable[[Image, random.Random], Image]
 
 
-def each_value(picture: Picture, change: Callable[[int], int]) -> Picture:
-    return [[[change(value) for value in row] for row in plane] for plane in picture]
+def each_value(image: Image, change: Callable[[int], int]) -> Image:
+    return [[[change(value) for value in row] for row in plane] for plane in image]
 
 
-def posterize(picture: Picture, bits: int) -> Picture:
+def posterize(image: Image, bits: int) -> Image:
     """The highest bits stay."""
-    return each_value(picture, lambda value: value // 2 ** (8 - bits) * 2 ** (8 - bits))
+    return each_value(image, lambda value: value // 2 ** (8 - bits) * 2 ** (8 - bits))
 
 
-def solarize(picture: Picture, threshold: int) -> Picture:
+def solarize(image: Image, threshold: int) -> Image:
     """What is as bright as the threshold is inverted."""
-    return each_value(picture, lambda value: value if value < threshold else 255 - value)
+    return each_value(image, lambda value: value if value < threshold else 255 - value)
 
 
-def autocontrast(picture: Picture) -> Picture:
+def autocontrast(image: Image) -> Image:
     """Each colour is stretched to 0 to 255."""
     planes = []
-    for plane in picture:
+    for plane in image:
         values = [value for row in plane for value in row]
         low, high = min(values), max(values)
         scale = 255 / (high - low) if high > low else 1
@@ -40,10 +40,10 @@ def autocontrast(picture: Picture) -> Picture:
     return planes
 
 
-def equalize(picture: Picture) -> Picture:
+def equalize(image: Image) -> Image:
     """Each colour's values are spread so that all are about as common."""
     planes = []
-    for plane in picture:
+    for plane in image:
         counts = [0] * 256
         for row in plane:
             for value in row:
@@ -61,9 +61,9 @@ def equalize(picture: Picture) -> Picture:
     return planes
 
 
-def affine(picture: Picture, a: float, b: float, c: float, d: float, e: float, f: float) -> Picture:
+def affine(image: Image, a: float, b: float, c: float, d: float, e: float, f: float) -> Image:
     """Each pixel's middle (x, y) is looked up at (ax + by + c, dx + ey + f), between four middles; else black."""
-    height, width = len(picture[0]), len(picture[0][0])
+    height, width = len(image[0]), len(image[0][0])
 
     def look(plane: Plane, column: int, row: int) -> int:
         x, y = column + 0.5, row + 0.5
@@ -77,36 +77,36 @@ def affine(picture: Picture, a: float, b: float, c: float, d: float, e: float, f
         above, below = (plane[i][columns[0]] + (plane[i][columns[1]] - plane[i][columns[0]]) * (u - left) for i in rows)
         return int(above + (below - above) * (v - upper))
 
-    return [[[look(plane, column, row) for column in range(width)] for row in range(height)] for plane in picture]
+    return [[[look(plane, column, row) for column in range(width)] for row in range(height)] for plane in image]
 
 
-def rotate(picture: Picture, degrees: int) -> Picture:
+def rotate(image: Image, degrees: int) -> Image:
     """Counter-clockwise about the middle."""
     if degrees == 0:
-        return picture
-    height, width = len(picture[0]), len(picture[0][0])
+        return image
+    height, width = len(image[0]), len(image[0][0])
     angle = -math.radians(degrees)
     cos, sin = round(math.cos(angle), 15), round(math.sin(angle), 15)
     x, y = width / 2, height / 2
-    return affine(picture, cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
+    return affine(image, cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
 
 
-def mix(picture: Picture, rng: random.Random, operations: Sequence[Operation]) -> list[list[list[float]]]:
+def mix(image: Image, rng: random.Random, operations: Sequence[Operation]) -> list[list[list[float]]]:
     """One view, before it is rounded, its numbers in the order they are drawn."""
-    height, width = len(picture[0]), len(picture[0][0])
+    height, width = len(image[0]), len(image[0][0])
     gammas = [rng.expovariate(1), rng.expovariate(1), rng.expovariate(1)]
     weights = [gamma / sum(gammas) for gamma in gammas]  # Dirichlet(1, 1, 1)
     m = rng.random()  # Beta(1, 1)
     chains = []
     for _ in weights:
-        x = picture
+        x = image
         for _ in range(rng.randint(1, 3)):
             x = rng.choice(operations)(x, rng)
         chains.append(x)
     return [
         [
             [
-                m * picture[p][r][c] + (1 - m) * sum(w * x[p][r][c] for w, x in zip(weights, chains, strict=True))
+                m * image[p][r][c] + (1 - m) * sum(w * x[p][r][c] for w, x in zip(weights, chains, strict=True))
                 for c in range(width)
             ]
             for r in range(height)
@@ -118,7 +118,7 @@ def mix(picture: Picture, rng: random.Random, operations: Sequence[Operation]) -
 NAMES = "autocontrast equalize posterize rotate solarize shear_x shear_y translate_x translate_y".split()
 
 
-def operate(x: Picture, name: str, rng: random.Random) -> Picture:
+def operate(x: Image, name: str, rng: random.Random) -> Image:
     height, width = len(x[0]), len(x[0][0])
 
     def strength(most: float) -> float:
@@ -146,6 +146,6 @@ def operate(x: Picture, name: str, rng: random.Random) -> Picture:
     return affine(x, 1, 0, 0, 0, 1, sign(int(strength(height / 3))))
 
 
-def planes(rows: Sequence[Sequence[Sequence[int]]]) -> Picture:
+def planes(rows: Sequence[Sequence[Sequence[int]]]) -> Image:
     """Pixels [H, W, 3] as three colours."""
     return [[[pixel[p] for pixel in row] for row in rows] for p in range(3)]

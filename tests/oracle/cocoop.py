@@ -1,4 +1,4 @@
-"""CoCoOp by its equations: each picture's own prompt, and all classes under it."""
+"""CoCoOp by its equations: each image's own prompt, and all classes under it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.oracle import plain
 
 
 def prompt_of(image: Tensor, context: Tensor, network: Sequence[Tensor]) -> Tensor:
-    """Each vector of the context [M, d] moved by what the network makes of the picture [D]."""
+    """Each vector of the context [M, d] moved by what the network makes of the image [D]."""
     w1, b1, w2, b2 = network
     hidden = []
     for row, bias in zip(w1, b1, strict=True):
@@ -25,7 +25,7 @@ def prompt_of(image: Tensor, context: Tensor, network: Sequence[Tensor]) -> Tens
 def probabilities(
     small: Small, names: Sequence[str], parameters: Sequence[Tensor], images: Tensor, tau: float
 ) -> Tensor:
-    """Of pictures [B, D]: [B, C]."""
+    """Of images [B, D]: [B, C]."""
     context, *network = parameters
     rows = []
     for image in images:

@@ -24,7 +24,7 @@ def descend(
 ) -> list[Tensor]:
     """Parameters after so many epochs on features [N, crops, D] and labels [N], in float64.
 
-    gradients: of parameters, pictures [B, D] and labels [B]. Pictures come in an order drawn for each epoch.
+    gradients: of parameters, images [B, D] and labels [B]. Images come in an order drawn for each epoch.
     """
     parameters = [p.double().clone() for p in start]
     speed = [torch.zeros_like(p) for p in parameters]

@@ -27,7 +27,7 @@ def vectors(small: Small, names: Sequence[str], contexts: Mapping[str, Tensor], 
     """For each class the direction of the sum of four unit vectors [C, D]."""
     some = contexts["end"]
     of_place = [plain.encode(small, place, names, contexts[place]) for place in PLACES]
-    of_place.append(plain.encode(small, "hand", names, some, template))
+    of_place.append(plain.encode(small, "hand_crafted", names, some, template))
     rows = []
     for c in range(len(names)):
         total = sum(features[c] / features[c].norm() for features in of_place)

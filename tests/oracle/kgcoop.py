@@ -31,5 +31,5 @@ def loss(
 ) -> Tensor:
     """L_ce + λ L_kg."""
     classes = plain.encode(small, "end", names, prompt)
-    hand = plain.encode(small, "hand", names, prompt.detach(), template).detach()
+    hand = plain.encode(small, "hand_crafted", names, prompt.detach(), template).detach()
     return plain.cross_entropy(images, classes, labels, tau) + weight * distance(classes, hand)

@@ -28,7 +28,7 @@ def images(small: Small, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
 def hand_written(small: Small, names: Sequence[str], templates: Sequence[str]) -> list[list[Tensor]]:
     """For each sentence, the unit embedding of each class."""
     nothing = small.embedding[:0]
-    return [[unit(w) for w in plain.encode(small, "hand", names, nothing, template)] for template in templates]
+    return [[unit(w) for w in plain.encode(small, "hand_crafted", names, nothing, template)] for template in templates]
 
 
 def choose(row: Sequence[Tensor], right: int) -> Tensor:
@@ -46,7 +46,7 @@ def losses(
     hand: Sequence[Sequence[Tensor]],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The cross-entropy of pictures, and that of hand-written classes among learned ones."""
+    """The cross-entropy of images, and that of hand-written classes among learned ones."""
     learned = [unit(w + bias[0]) for w in plain.encode(small, "end", names, context)]
     ce = sum(choose([scale * (z @ w) for w in learned], y) for z, y in zip(features, labels.tolist(), strict=True))
     told = sum(choose([scale * (w @ h) for w in learned], c) for sentence in hand for c, h in enumerate(sentence))

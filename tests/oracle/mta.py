@@ -1,4 +1,4 @@
-"""MTA by its description: one picture, loops over views, and a stop as soon as nothing changes."""
+"""MTA by its description: one image, loops over views, and a stop as soon as nothing changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bandwidths(features: Tensor) -> list[float]:
 
 
 def mode(features: Tensor, probabilities: Tensor, affinity: float, spread: float) -> Tensor:
-    """Of one picture: features [V, D], probabilities [V, C]."""
+    """Of one image: features [V, D], probabilities [V, C]."""
     views = len(features)
     wide = bandwidths(features)
     alike = [[float(s @ t) for t in probabilities] for s in probabilities]

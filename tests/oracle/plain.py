@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.helpers.models import Small
 
-PAPER_VIEWS = ("end", "front", "middle", "hand")
+PAPER_VIEWS = ("end", "front", "middle", "hand_crafted")
 
 
 # The text encoder g
@@ -214,7 +214,7 @@ class Settings:
     temperature: float = 0.07
     reduction: str = "mean"
     normalize: bool = True
-    equal_apart: bool = False
+    duplicates_as_negatives: bool = False
     ce: float = 1.0
     cpt: float = 1.0
     gm: float = 1.0
@@ -241,7 +241,7 @@ def contrast_loss(
     for view in settings.views:
         for w in encode(small, view, names, prompt, settings.template):
             z.append(head(w, weights, settings.normalize))
-    equal = None if settings.equal_apart else [tuple(small.encode(name)) for name in names]
+    equal = None if settings.duplicates_as_negatives else [tuple(small.encode(name)) for name in names]
     return cpt(z, len(settings.views), settings.temperature, equal, settings.reduction)
 
 

@@ -23,7 +23,7 @@ def where(k: int, prompts: int) -> str:
 
 
 def bound(images: Tensor, labels: Tensor, classes: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
-    """The mean over pictures of log Σ_c exp(s z·(μ_c - μ_y) + s²/2 z·Σ_cy·z).
+    """The mean over images of log Σ_c exp(s z·(μ_c - μ_y) + s²/2 z·Σ_cy·z).
 
     classes: for each prompt, the unit embedding of every class. Σ_cy: diagonal, of the differences w_c - w_y.
     """

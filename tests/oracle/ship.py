@@ -1,4 +1,4 @@
-"""SHIP read out loud: one picture after the other, each sentence walked alone, gradients and AdamW written out."""
+"""SHIP read out loud: one image after the other, each sentence walked alone, gradients and AdamW written out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(small: Small, parameters: Sequence[Tensor], z: Tensor, name: str) -> Te
 def loss(
     small: Small, parameters: Sequence[Tensor], images: Tensor, noise: Tensor, names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Squared error and KL divergence, means over pictures [B, D] of sums over D."""
+    """Squared error and KL divergence, means over images [B, D] of sums over D."""
     hidden, hidden_bias, mean, mean_bias, variance, variance_bias = parameters[1:7]
     error, divergence = torch.zeros(()), torch.zeros(())
     for x, e, name in zip(images, noise, names, strict=True):

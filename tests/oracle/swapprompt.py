@@ -1,4 +1,4 @@
-"""SwapPrompt as docs tell it: loops over pictures and classes, the whole walk of the text tower, torch's gradients."""
+"""SwapPrompt as docs tell it: loops over images and classes, the whole walk of the text tower, torch's gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.oracle import plain
 
 
 def assignments(probabilities: Sequence[Sequence[float]], shots: int) -> list[int]:
-    """Pseudo-labels: of the pictures whose best class it is, the `shots` with the highest probability; else -1."""
+    """Pseudo-labels: of the images whose best class it is, the `shots` with the highest probability; else -1."""
     best = [p.index(max(p)) for p in probabilities]
     labels = [-1] * len(best)
     for c in set(best):

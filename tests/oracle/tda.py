@@ -1,4 +1,4 @@
-"""TDA by its description: a loop over the stream, two dictionaries, and every cached picture looked at each time."""
+"""TDA by its description: a loop over the stream, two dictionaries, and every cached image looked at each time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def see(views: Tensor, weights: Tensor, scale: float) -> tuple[Item, Tensor]:
-    """A picture of one view or many [V, D], and its logits [C]."""
+    """A image of one view or many [V, D], and its logits [C]."""
     logits = torch.stack([scale * torch.stack([w @ f for w in weights]) for f in views])
     chosen = list(range(len(views)))
     if len(views) > 1:
@@ -56,13 +56,13 @@ def store(cache: dict[int, list[Item]], label: int, item: Item, shots: int) -> N
     items.sort(key=lambda kept: kept.entropy)
 
 
-def run(pictures: Sequence[Tensor], weights: Tensor, scale: float, hyper: Hyper) -> list[Tensor]:
-    """Logits of each picture of a stream, by its views."""
+def run(images: Sequence[Tensor], weights: Tensor, scale: float, hyper: Hyper) -> list[Tensor]:
+    """Logits of each image of a stream, by its views."""
     classes = len(weights)
     positive: dict[int, list[Item]] = {}
     negative: dict[int, list[Item]] = {}
     answers = []
-    for views in pictures:
+    for views in images:
         item, logits = see(views, weights, scale)
         label = logits.tolist().index(max(logits.tolist()))
         store(positive, label, item, hyper.shots[0])

@@ -59,7 +59,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Loss and gradient of the first step, the prompt after the last, and the picture's probabilities [C] with it."""
+    """Loss and gradient of the first step, the prompt after the last, and the image's probabilities [C] with it."""
 
     loss: float
     gradient: Tensor
@@ -101,7 +101,7 @@ def tune(
     spread: float = 0.0,
     steps: int = 1,
 ) -> Tuned:
-    """A prompt [M, d] tuned to the views [V, D] of one picture, which is the first of them."""
+    """A prompt [M, d] tuned to the views [V, D] of one image, which is the first of them."""
     adamw, p, chosen, losses, gradients = AdamW(), prompt.detach(), None, [], []
     for _ in range(steps):
         p = p.clone().requires_grad_()

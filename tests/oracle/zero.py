@@ -14,13 +14,13 @@ def best(p: Sequence[float]) -> int:
     return p.index(max(p))
 
 
-def predict(views: Sequence[Sequence[float]], confident: float) -> tuple[int, list[int]]:
+def predict(views: Sequence[Sequence[float]], confidence_ratio: float) -> tuple[int, list[int]]:
     """The class, and the votes, of an image whose views have these probabilities.
 
     A tie is broken by the views that did not vote, the most confident first; if all voted, by the last voter.
     """
     by_entropy = sorted(views, key=entropy)
-    count = max(1, int(len(views) * confident))
+    count = max(1, int(len(views) * confidence_ratio))
     votes = [0] * len(views[0])
     for view in by_entropy[:count]:
         votes[best(view)] += 1

@@ -14,6 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from selftpt.cli import adapt, bench, cache, classify, datasets, demo, inspect, learn, methods, models, predict, table
+from selftpt.config import RENAMED_SETTINGS, deprecated
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.version import __version__
 
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Class names in, a better CLIP classifier out, at the price of zero-shot.",
-    epilog="learn once (pictures with labels), adapt to any list of class names, predict: each has its own --help.",
+    epilog="learn once (images with labels), adapt to any list of class names, predict: each has its own --help.",
 )
 for module in (demo, classify, learn, adapt, predict, models, datasets, methods, bench, table, cache, inspect):
     app.command(module.__name__.rpartition(".")[2])(module.command)
@@ -42,7 +43,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 
 
 def main() -> None:
-    """Run the command line: one line for what a user can mend, and exit code 2."""
+    """Run the command line: an error that the user can fix is one line, with exit code 2."""
     warnings.showwarning = _note  # type: ignore[assignment]
     # torch's threads spin while they wait for each other, which on a busy machine takes many times longer than the work
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -50,7 +51,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # file names need not be text
             stream.reconfigure(errors="surrogateescape")
     try:
-        code = app(standalone_mode=False)
+        code = app([current_option(argument) for argument in sys.argv[1:]], standalone_mode=False)
         if code == INTERRUPTED:
             code = _fail(
                 "interrupted: nothing half-written is left; learn goes on from what is done, bench with --resume"
@@ -69,6 +70,18 @@ def main() -> None:
             raise
         code = _fail("out of memory: lower --chunk, or --batch of predict and classify")
     sys.exit(code)
+
+
+def current_option(argument: str) -> str:
+    """An argument of the command line, with a renamed option replaced by its current name."""
+    option, equals, value = argument.partition("=")
+    for former, name in RENAMED_SETTINGS.items():
+        for prefix in ("--", "--no-"):
+            if option == prefix + former.replace("_", "-"):
+                current = prefix + name.replace("_", "-")
+                deprecated(f"the option {option}", current)
+                return current + equals + value
+    return argument
 
 
 def _fail(text: str) -> int:

@@ -33,6 +33,6 @@ def command(
     classifier.save(out)
     if as_json:
         facts = {"classifier": str(out), "classes": len(classifier.names), "model": str(classifier.model_id)}
-        print(json.dumps(facts | ({"meaningless": True} if classifier.model_id.meaningless else {})))
+        print(json.dumps(facts | ({"random_init": True} if classifier.model_id.random_init else {})))
     else:
         print(f"adapted to {len(classifier.names)} classes: {out}")

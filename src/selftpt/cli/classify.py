@@ -11,11 +11,11 @@ import typer
 
 from selftpt.cli.options import (
     CacheOptions,
+    Images,
     Json,
     ModelOptions,
     Names,
     NamesFile,
-    Pictures,
     PromptFile,
     read_names,
     with_settings,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @with_settings(options=ModelOptions, caching=CacheOptions, predicting=PredictConfig, adapting=AdaptConfig)
 def command(
-    pictures: Pictures,
+    images: Images,
     options: ModelOptions,
     caching: CacheOptions,
     adapting: AdaptConfig,
@@ -47,12 +47,12 @@ def command(
     format: FormatOption = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Adapt to a list of class names and classify pictures. The second time, adapting is skipped."""
+    """Adapt to a list of class names and classify images. The second time, adapting is skipped."""
     if zero_shot and prompt is not None:
         raise SelfTPTError("--zero-shot uses no prompt: leave one of --zero-shot and --prompt out")
     form = one_format(format, as_json)
     wanted = read_names(names, names_file)
-    paths = listed(pictures)
+    paths = listed(images)
     if zero_shot:
         from selftpt import adaptation
 

@@ -54,12 +54,12 @@ def command(
             note = one["problem"] or f"{one['page']} in {one['folder']}"
         notes[one["state"] or "missing"].add_row(f"{one['name']:17}", note)
     console = Console(highlight=False, markup=False)
-    what = "Published classes and pictures" + (":" if data is None else ", and what is here to train/test:")
+    what = "Published classes and images" + (":" if data is None else ", and what is here to train/test:")
     console.print(what, table, sep="\n")
     heads = {
         "here": "Here. Figures can be compared with published ones only where split and size are as published:",
         "broken": "Broken:",
-        "missing": f"To get. Put the pictures in these folders below {data or '--data DIR'}; "
+        "missing": f"To get. Put the images in these folders below {data or '--data DIR'}; "
         f"split files and class names: {COOP}",
     }
     for state, head in heads.items():
@@ -71,7 +71,7 @@ def _tell(name: str, spec: Spec, data: Path | None) -> dict[str, Any]:
     """What is known of a dataset and what is found of it: it is here, broken or missing, or None: not looked for."""
     from selftpt.data.datasets import read_dataset
 
-    folder = Path(spec.folder, spec.pictures)
+    folder = Path(spec.folder, spec.image_folder)
     told: dict[str, Any] = {"name": name, "title": spec.title, "published": spec.size._asdict()}
     told |= {"page": spec.page, "folder": folder.as_posix(), "state": None, "found": None, "problem": None}
     if data is None:

@@ -50,7 +50,7 @@ def command(
 
     check_writable(out)
     names = [*SHOWN.values(), *OTHERS]
-    pictures = [open_image(Path(spec.origin).parent / "data" / file) for file in SHOWN]
+    images = [open_image(Path(spec.origin).parent / "data" / file) for file in SHOWN]
     begin = time.monotonic()
     model = load_model()
     loaded = time.monotonic()
@@ -59,8 +59,8 @@ def command(
     by_prompt = adapt(model, Prompt.embedded(), names)
     adapted = time.monotonic()
     ways = {
-        "zero-shot": list(by_sentence.predict(pictures, top=1)),
-        "Self-TPT": list(by_prompt.predict(pictures, top=1)),
+        "zero-shot": list(by_sentence.predict(images, top=1)),
+        "Self-TPT": list(by_prompt.predict(images, top=1)),
     }
     done = time.monotonic()
 
@@ -74,19 +74,19 @@ def command(
         lines = [
             (f"{way}: {name} {share:.0%}", RIGHT if name == truth else WRONG) for way, (name, share) in told.items()
         ]
-        tiles.append(Tile(pictures[i], [(truth, "black"), *lines]))
+        tiles.append(Tile(images[i], [(truth, "black"), *lines]))
     Console(highlight=False).print(table)
     right = {way: sum(p.names[0] == t for p, t in zip(said, SHOWN.values(), strict=True)) for way, said in ways.items()}
     score = ", ".join(f"{count} right by {way}" for way, count in right.items())
     print(f"\nOf {len(SHOWN)} photographs {score}. That is a show, not a measurement; the model is small.")
     print(
         f"{loaded - begin:.1f} s to load, {adapted - tuning:.1f} s to adapt to the names, "
-        f"{(done - adapted) / len(SHOWN) / 2:.2f} s a picture."
+        f"{(done - adapted) / len(SHOWN) / 2:.2f} s a image."
     )
     png = io.BytesIO()
     contact_sheet(f"selftpt demo, {len(SHOWN)} photographs: {score}", tiles).save(png, "PNG")
     write_whole(out, png.getvalue())
-    print(f"\nThe contact sheet: {out}\n\nNext, with your own pictures:")
+    print(f"\nThe contact sheet: {out}\n\nNext, with your own images:")
     print("  selftpt classify photos/ --names 'tabby cat, golden retriever, parrot'")
-    print("  selftpt learn photos/ --out mine.safetensors        (a folder of pictures for each class)")
+    print("  selftpt learn photos/ --out mine.safetensors        (a folder of images for each class)")
     print("  selftpt models                                      (CLIP and others, when you are online)")

@@ -32,15 +32,15 @@ def command(
     if model:
         weights = f" ({model['pretrained']})" if model.get("pretrained") else ""
         _print(f"model: {model.get('name')}{weights}, digest {model.get('digest')}")
-    if header.get("meaningless") or header.get("random_init"):
-        _print("made with random weights: meaningless")
+    if header.get("random_init"):
+        _print("made with randomly initialised weights: its predictions are meaningless")
     if "method" in header:
         _print(f"method: {header['method']}")
     names = header.get("names") or origin.get("classes") or _object(header.get("data")).get("classes")
     if isinstance(names, list):
         _print(f"classes: {len(names)}: {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}")
-    if "pictures" in origin:
-        _print(f"learned from {origin['pictures']} pictures")
+    if "images" in origin:
+        _print(f"learned from {origin['images']} images")
     for name, shape in header["tensors"].items():
         _print(f"{name}: {' x '.join(map(str, shape))}")
     settings = {key: _object(part) for key, part in _object(header.get("config")).items() if isinstance(part, dict)}

@@ -37,12 +37,12 @@ def command(
         "log": f"{out}.log.jsonl",
         "model": str(prompt.model),
         "classes": len(images.names),
-        "pictures": prompt.origin["pictures"],
+        "images": prompt.origin["images"],
     }
-    if prompt.model.meaningless:
-        facts["meaningless"] = True
+    if prompt.model.random_init:
+        facts["random_init"] = True
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:
-        what = f"{facts['pictures']} pictures of {facts['classes']} classes, for {facts['model']}"
+        what = f"{facts['images']} images of {facts['classes']} classes, for {facts['model']}"
         print(f"learned {out} from {what}; log: {facts['log']}")

@@ -51,7 +51,7 @@ class ModelOptions(Config):
             if self.model is None and name.replace("/", "-") not in list_models():
                 raise SelfTPTError(f"--pretrained needs --model: {what} was made with {name!r}")
             model = load_model(name, self.pretrained, device=self.device, precision=self.precision)
-        if model.id.meaningless:
+        if model.id.random_init:
             print("note: random weights: the answers mean nothing", file=sys.stderr)
         return model
 
@@ -158,8 +158,8 @@ Names = Annotated[str | None, typer.Option("--names", help="class names, with co
 NamesFile = Annotated[
     Path | None, typer.Option("--names-file", help="a file with a class name a line, or a JSON list of them")
 ]
-Pictures = Annotated[
-    list[str], typer.Argument(help="pictures, folders, patterns such as 'photos/*.jpg'; - reads paths, one a line")
+Images = Annotated[
+    list[str], typer.Argument(help="images, folders, patterns such as 'photos/*.jpg'; - reads paths, one a line")
 ]
 PromptFile = Annotated[
     Path | None, typer.Option("--prompt", help="a prompt that `selftpt learn` made; the embedded model has one")

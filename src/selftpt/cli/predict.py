@@ -15,11 +15,11 @@ import typer
 from selftpt.cli.options import (
     CacheOptions,
     Changes,
+    Images,
     Json,
     ModelOptions,
     Names,
     NamesFile,
-    Pictures,
     parse_setting,
     read_names,
     with_settings,
@@ -45,7 +45,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="how predictions 
 
 @with_settings(options=ModelOptions, caching=CacheOptions, config=PredictConfig)
 def command(
-    pictures: Pictures,
+    images: Images,
     options: ModelOptions,
     caching: CacheOptions,
     config: PredictConfig,
@@ -66,7 +66,7 @@ def command(
     format: FormatOption = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Classify pictures (stage 3), with a classifier of stage 2 or by another method."""
+    """Classify images (stage 3), with a classifier of stage 2 or by another method."""
     form = one_format(format, as_json)
     if (classifier is None) == (method is None):
         raise SelfTPTError("give either --classifier FILE, which `selftpt adapt` makes, or --method with --names")
@@ -75,7 +75,7 @@ def command(
             raise SelfTPTError("--names, --template, --source and --set are for --method: a classifier has its names")
         if caching != CacheOptions():
             raise SelfTPTError("--cache-mode and --cache-gb are for --method: a classifier caches nothing")
-        paths = listed(pictures)
+        paths = listed(images)
         from selftpt.classifier import Classifier
 
         made = Classifier.load(classifier)
@@ -84,10 +84,10 @@ def command(
         return
     if config != PredictConfig(top=config.top):
         raise SelfTPTError(
-            "--views, --confident, --seed, --batch and --max-megapixels are for --classifier: a method has --set"
+            "--views, --confidence-ratio, --seed, --batch and --max-megapixels are for --classifier: a method has --set"
         )
     wanted = read_names(names, names_file)
-    paths = list(listed(pictures))
+    paths = list(listed(images))
     from selftpt.data.sources import Source
     from selftpt.methods import FitContext
     from selftpt.methods.selection import configure, find_method
@@ -106,7 +106,7 @@ def command(
         lambda report: predictor.predict(paths, config.top, cache=cache, on_error=report),
         paths,
         form,
-        model.id.meaningless,
+        model.id.random_init,
     )
 
 
@@ -117,28 +117,28 @@ def one_format(format: Format, as_json: bool) -> Format:
     return Format.jsonl if as_json else format
 
 
-def listed(pictures: list[str]) -> Iterable[Path]:
-    """The pictures asked for; what is missing is refused now, except in a list on standard input."""
+def listed(images: list[str]) -> Iterable[Path]:
+    """The images asked for; what is missing is refused now, except in a list on standard input."""
     from selftpt.data.sources import find_images
 
-    if "-" in pictures:
-        return find_images(pictures, sys.stdin)
-    return list(find_images(pictures))
+    if "-" in images:
+        return find_images(images, sys.stdin)
+    return list(find_images(images))
 
 
 def show_classified(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
-    """Print what a classifier says of pictures."""
+    """Print what a classifier says of images."""
 
     def predictions(report: Report) -> Iterator[Prediction]:
         return classifier.predict(paths, config=config, on_error=report)
 
-    show(predictions, paths, format, classifier.model_id.meaningless)
+    show(predictions, paths, format, classifier.model_id.random_init)
 
 
 def show(
-    predict: Callable[[Report], Iterator[Prediction]], paths: Iterable[Path], format: Format, meaningless: bool
+    predict: Callable[[Report], Iterator[Prediction]], paths: Iterable[Path], format: Format, random_init: bool
 ) -> None:
-    """Print predictions as they come; exit code 2 if no picture could be used."""
+    """Print predictions as they come; exit code 2 if no image could be used."""
     failed: list[ImageError] = []
     alone = isinstance(paths, list) and len(paths) == 1
 
@@ -150,12 +150,12 @@ def show(
     predictions = predict(report)
     if format is Format.table or not sys.stdout.isatty():  # else the lines themselves show that it goes on
         predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
-    done = PRINTERS[format](predictions, meaningless)
+    done = PRINTERS[format](predictions, random_init)
     if not done:
-        none = f"none of the {len(failed)} pictures could be used" if failed else "no picture was named"
+        none = f"none of the {len(failed)} images could be used" if failed else "no image was named"
         raise SelfTPTError(str(failed[0]) if alone else none)
     if failed:
-        print(f"note: {len(failed)} of {len(failed) + done} pictures were left out", file=sys.stderr)
+        print(f"note: {len(failed)} of {len(failed) + done} images were left out", file=sys.stderr)
 
 
 def _with_bar(predictions: Iterable[Prediction], total: int | None) -> Iterator[Prediction]:
@@ -167,12 +167,12 @@ def _with_bar(predictions: Iterable[Prediction], total: int | None) -> Iterator[
             bar.step()
 
 
-def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
+def _print_table(predictions: Iterable[Prediction], random_init: bool) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="random weights: these answers mean nothing" if meaningless else None, box=None)
-    for column in ("picture", "class", "probability"):
+    table = Table(title="random weights: these answers mean nothing" if random_init else None, box=None)
+    for column in ("image", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
     count = 0
     for p in predictions:
@@ -186,24 +186,24 @@ def _print_table(predictions: Iterable[Prediction], meaningless: bool) -> int:
     return count
 
 
-def _print_jsonl(predictions: Iterable[Prediction], meaningless: bool) -> int:
+def _print_jsonl(predictions: Iterable[Prediction], random_init: bool) -> int:
     count = 0
     for p in predictions:
         count += 1
         row: dict[str, Any] = {"path": p.path, "names": p.names, "probabilities": p.probabilities, "labels": p.labels}
-        print(json.dumps(row | ({"meaningless": True} if meaningless else {}), ensure_ascii=False), flush=True)
+        print(json.dumps(row | ({"random_init": True} if random_init else {}), ensure_ascii=False), flush=True)
     return count
 
 
-def _print_csv(predictions: Iterable[Prediction], meaningless: bool) -> int:
+def _print_csv(predictions: Iterable[Prediction], random_init: bool) -> int:
     writer, count = csv.writer(sys.stdout, lineterminator="\n"), 0
     for p in predictions:
         if not count:
             ranks = [f"{what}_{i + 1}" for i in range(len(p.names)) for what in ("name", "probability")]
-            writer.writerow(["path", *ranks, *(["meaningless"] if meaningless else [])])
+            writer.writerow(["path", *ranks, *(["random_init"] if random_init else [])])
         count += 1
         pairs = [v for pair in zip(p.names, (f"{q:.6f}" for q in p.probabilities), strict=True) for v in pair]
-        writer.writerow([p.path, *pairs, *(["true"] if meaningless else [])])
+        writer.writerow([p.path, *pairs, *(["true"] if random_init else [])])
     return count
 
 

@@ -28,44 +28,44 @@ def either_way(rng: random.Random, value: float) -> float:
     return -value if rng.random() > 0.5 else value
 
 
-def _autocontrast(picture: Image.Image, _rng: random.Random) -> Image.Image:
-    return ImageOps.autocontrast(picture)
+def _autocontrast(image: Image.Image, _rng: random.Random) -> Image.Image:
+    return ImageOps.autocontrast(image)
 
 
-def _equalize(picture: Image.Image, _rng: random.Random) -> Image.Image:
-    return ImageOps.equalize(picture)
+def _equalize(image: Image.Image, _rng: random.Random) -> Image.Image:
+    return ImageOps.equalize(image)
 
 
-def _posterize(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return ImageOps.posterize(picture, 4 - int(level(rng, 4)))
+def _posterize(image: Image.Image, rng: random.Random) -> Image.Image:
+    return ImageOps.posterize(image, 4 - int(level(rng, 4)))
 
 
-def _solarize(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return ImageOps.solarize(picture, 256 - int(level(rng, 256)))
+def _solarize(image: Image.Image, rng: random.Random) -> Image.Image:
+    return ImageOps.solarize(image, 256 - int(level(rng, 256)))
 
 
-def _rotate(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return picture.rotate(either_way(rng, int(level(rng, 30))), Image.Resampling.BILINEAR)
+def _rotate(image: Image.Image, rng: random.Random) -> Image.Image:
+    return image.rotate(either_way(rng, int(level(rng, 30))), Image.Resampling.BILINEAR)
 
 
-def _shear_x(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(picture, 1, either_way(rng, level(rng, 0.3)), 0, 0, 1, 0)
+def _shear_x(image: Image.Image, rng: random.Random) -> Image.Image:
+    return _move(image, 1, either_way(rng, level(rng, 0.3)), 0, 0, 1, 0)
 
 
-def _shear_y(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(picture, 1, 0, 0, either_way(rng, level(rng, 0.3)), 1, 0)
+def _shear_y(image: Image.Image, rng: random.Random) -> Image.Image:
+    return _move(image, 1, 0, 0, either_way(rng, level(rng, 0.3)), 1, 0)
 
 
-def _translate_x(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(picture, 1, 0, either_way(rng, int(level(rng, picture.width / 3))), 0, 1, 0)
+def _translate_x(image: Image.Image, rng: random.Random) -> Image.Image:
+    return _move(image, 1, 0, either_way(rng, int(level(rng, image.width / 3))), 0, 1, 0)
 
 
-def _translate_y(picture: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(picture, 1, 0, 0, 0, 1, either_way(rng, int(level(rng, picture.height / 3))))
+def _translate_y(image: Image.Image, rng: random.Random) -> Image.Image:
+    return _move(image, 1, 0, 0, 0, 1, either_way(rng, int(level(rng, image.height / 3))))
 
 
-def _move(picture: Image.Image, *affine: float) -> Image.Image:
-    return picture.transform(picture.size, Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+def _move(image: Image.Image, *affine: float) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
 
 
 OPERATIONS: tuple[Operation, ...] = (

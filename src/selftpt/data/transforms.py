@@ -20,7 +20,7 @@ from selftpt.data.augmix import augmix
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What a model does to a picture before its image tower: one resize and crop, then mean and deviation."""
+    """What a model does to a image before its image tower: one resize and crop, then mean and deviation."""
 
     size: tuple[int, int]
     mean: Tensor
@@ -38,34 +38,34 @@ class Preprocess:
         mean, std = (torch.tensor(values)[:, None, None] for values in (normalize.mean, normalize.std))
         return cls((height, width), mean, std, resampling, Compose(geometry))
 
-    def __call__(self, picture: Image.Image) -> Tensor:
-        """An RGB picture to the pixels the model sees: uint8 [3, S, S]."""
-        pixels: Tensor = pil_to_tensor(self._geometry(picture))
+    def __call__(self, image: Image.Image) -> Tensor:
+        """An RGB image to the pixels the model sees: uint8 [3, S, S]."""
+        pixels: Tensor = pil_to_tensor(self._geometry(image))
         return pixels
 
     def views(
         self,
-        picture: Image.Image,
+        image: Image.Image,
         crops: int,
         rng: random.Random,
         whole: bool = True,
         mixed: bool = False,
         only: int | None = None,
     ) -> Tensor:
-        """The picture itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S].
+        """The image itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S].
 
         mixed: whether AugMix is applied to the crops. only: of the crops, the one of this number.
         """
         height, width = self.size
-        views = [self(picture)] if whole else []
+        views = [self(image)] if whole else []
         for number in range(crops):
-            left, upper, right, lower = box = random_box(*picture.size, rng)
+            left, upper, right, lower = box = random_box(*image.size, rng)
             flip = rng.random() < 0.5
             mixing = random.Random(rng.random()) if mixed else None
             if only not in (None, number):
                 continue
             # `crop` would do, but for the limit on pixels that Pillow has for the whole program.
-            crop = picture.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
+            crop = image.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
             crop = crop.resize((width, height), self.interpolation)
             if flip:
                 crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

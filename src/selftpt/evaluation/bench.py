@@ -127,7 +127,7 @@ class Bench:
             "model": dataclasses.asdict(self.model.id),
             "precision": self.model.precision,
             "device": str(self.model.device),
-            "random_init": self.model.id.meaningless,
+            "random_init": self.model.id.random_init,
             "template": data.template if self.protocol.uses_dataset_template else ContrastConfig.template,
             "source": source and source[1],
             "settings": dataclasses.asdict(self.settings(run)),
@@ -139,7 +139,7 @@ class Bench:
         return self.runs.last_seconds({**self.facts(run), "data": {"limit": self.config.limit}})
 
     def key(self, run: Run) -> str:
-        """What tells a run from all others: what is done, with what, on which pictures."""
+        """What tells a run from all others: what is done, with what, on which images."""
         if run in self._keys:
             return self._keys[run]
         facts, source = self.facts(run), self.source_of(run)
@@ -244,7 +244,7 @@ class Bench:
         return self._fitted[1:]
 
     def source_of(self, run: Run) -> tuple[Source, Record] | None:
-        """The pictures to learn from, and what the record says of them; None for a method that learns nothing."""
+        """The images to learn from, and what the record says of them; None for a method that learns nothing."""
         if not METHODS[run.method].needs_labels:
             return None
         assert run.seed is not None
@@ -275,13 +275,13 @@ class Bench:
         return source, facts
 
     def _parts(self, run: Run) -> Iterator[tuple[str, Source]]:
-        """The test pictures by the part of the results they are for."""
+        """The test images by the part of the results they are for."""
         test = self.dataset(run.dataset).test
         tests = {"test": test}
         if self.protocol.source is None:
             tests = {"base": half(test, new=False), "new": half(test, new=True)}
-        for part, pictures in tests.items():
-            yield part, pictures if self.config.limit is None else limit(pictures, self.config.limit)
+        for part, images in tests.items():
+            yield part, images if self.config.limit is None else limit(images, self.config.limit)
 
     def _evaluate(self, predictor: Predictor, test: Source, clock: Clock) -> dict[str, float | int]:
         """Measures of the predictions for test images; those that cannot be read are left out."""

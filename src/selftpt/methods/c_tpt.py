@@ -30,7 +30,7 @@ def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt
     model, config = fitted.model, fitted.config
 
     def select(logits: Tensor) -> Tensor:
-        return tpt.most_confident(logits, config.confident)
+        return tpt.most_confident(logits, config.confidence_ratio)
 
     def loss(logits: Tensor, vectors: Tensor) -> Tensor:
         weight: float = config.dispersion

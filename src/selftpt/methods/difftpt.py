@@ -37,7 +37,9 @@ GROUP = 4  # images that the diffusion model generates at once
 class DiffusionConfig(tpt.TuneConfig):
     """TPT's configuration with DiffTPT's values, and where generated images come from."""
 
-    confident: float = setting(0.3, "share of the views near the image that is tuned on, the most confident ones")
+    confidence_ratio: float = setting(
+        0.3, "share of the views near the image that is tuned on, the most confident ones"
+    )
     steps: int = setting(4, "steps of AdamW")
     near: float = setting(
         0.8, "share of the views that is considered, those with logits most like the image's", above=0, maximum=1
@@ -173,7 +175,7 @@ def _generated(folder: Path) -> list[Path]:
     return images_in(folder) if folder.is_dir() else []
 
 
-def near_and_confident(logits: Tensor, near: float, confident: float) -> Tensor:
+def near_and_confident(logits: Tensor, near: float, confidence_ratio: float) -> Tensor:
     """Indices [K] of the views that are tuned on, from logits [V, C], of which the first are the image's own.
 
     First the share `near` of the views whose logits have the largest cosine with the image's is kept; of these and the
@@ -182,14 +184,14 @@ def near_and_confident(logits: Tensor, near: float, confident: float) -> Tensor:
     alike = F.cosine_similarity(logits[:1], logits[1:], dim=-1)
     others = 1 + alike.argsort(descending=True, stable=True)[: int(len(alike) * near)]
     kept = torch.cat([others.new_zeros(1), others])
-    return kept[tpt.most_confident(logits[kept], confident)]
+    return kept[tpt.most_confident(logits[kept], confidence_ratio)]
 
 
 def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: DiffusionConfig) -> tpt.Tuner:
     """A tuner with DiffTPT's selection and TPT's loss."""
 
     def select(logits: Tensor) -> Tensor:
-        return near_and_confident(logits, config.near, config.confident)
+        return near_and_confident(logits, config.near, config.confidence_ratio)
 
     def loss(logits: Tensor, _vectors: Tensor) -> Tensor:
         return tpt.mean_entropy(logits)

@@ -136,11 +136,11 @@ class FitContext:
             self.unreadable = count - training.images
             model_id = self.model.id
             key = digest(file and file.stem, training.images)
-            files = RunFiles(file, key, model_id.meaningless, optional)
+            files = RunFiles(file, key, model_id.random_init, optional)
             tensors = training.run(files)
             header = {
                 "model": dataclasses.asdict(model_id),
-                "random_init": model_id.meaningless,
+                "random_init": model_id.random_init,
                 "name": train.__module__,
                 "config": dataclasses.asdict(config),
                 "classes": list(self.source.names),
@@ -382,7 +382,7 @@ class FittedMethod:
         """Write the fitted method to a file; the model itself is not in it."""
         header = {
             "model": dataclasses.asdict(self.model_id),
-            "random_init": self.model_id.meaningless,
+            "random_init": self.model_id.random_init,
             "method": self.method.name,
             "config": dataclasses.asdict(self.config),
             "data": dict(self.data),

@@ -32,7 +32,9 @@ class SelfTptVConfig(SelfTptConfig):
     """Stages 1 and 2, and the views of stage 3, which are those of `predict`."""
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
-    confident: float = setting(1.0, "share of the views that is merged, the most confident ones", above=0, maximum=1)
+    confidence_ratio: float = setting(
+        1.0, "share of the views that is merged, the most confident ones", above=0, maximum=1
+    )
 
 
 PROMPT_TENSORS = {"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "F"}
@@ -66,7 +68,7 @@ def classify_views(fitted: FittedMethod, names: Sequence[str], template: str) ->
     classifier = classify(fitted, names, template)
 
     def probabilities(features: Tensor) -> Tensor:
-        return merge_views(classifier.probabilities(features), fitted.config.confident)
+        return merge_views(classifier.probabilities(features), fitted.config.confidence_ratio)
 
     return probabilities
 

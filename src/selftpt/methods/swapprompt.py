@@ -108,7 +108,7 @@ def tune(model: Model, encoder: TextEncoder, crops: Tensor, labels: Tensor, conf
         )
         return {"loss": loss.item()}, gradients
 
-    Training(["context"], state, step, len(labels), config).run(RunFiles(None, "", model.id.meaningless))
+    Training(["context"], state, step, len(labels), config).run(RunFiles(None, "", model.id.random_init))
     return online
 
 

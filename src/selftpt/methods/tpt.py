@@ -29,7 +29,9 @@ class TuneConfig(Config):
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
     augmix: bool = setting(False, "whether AugMix is applied to the crops")
-    confident: float = setting(0.1, "share of the views that is tuned on, the most confident ones", above=0, maximum=1)
+    confidence_ratio: float = setting(
+        0.1, "share of the views that is tuned on, the most confident ones", above=0, maximum=1
+    )
     steps: int = setting(1, "steps of AdamW", minimum=0)
     lr: float = setting(0.005, "learning rate", above=0)
     weight_decay: float = setting(0.01, "weight decay of AdamW", minimum=0)
@@ -146,7 +148,7 @@ def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig
         names,
         prompt,
         config,
-        lambda logits: most_confident(logits, config.confident),
+        lambda logits: most_confident(logits, config.confidence_ratio),
         lambda logits, _vectors: mean_entropy(logits),
     )
 

@@ -21,7 +21,7 @@ class ZeroConfig(Config):
     """The vote."""
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
-    confident: float = setting(0.3, "share of the views that votes, the most confident ones", above=0, maximum=1)
+    confidence_ratio: float = setting(0.3, "share of the views that votes, the most confident ones", above=0, maximum=1)
 
 
 def vote(probabilities: Tensor, confidence_ratio: float) -> Tensor:
@@ -55,7 +55,7 @@ def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> Prob
     classifier = zero_shot(fitted.model, names, template)
 
     def probabilities(views: Tensor) -> Tensor:
-        return vote(classifier.probabilities(views), fitted.config.confident)
+        return vote(classifier.probabilities(views), fitted.config.confidence_ratio)
 
     return probabilities
 

@@ -32,7 +32,7 @@ class ModelId:
     digest: str
 
     @property
-    def meaningless(self) -> bool:
+    def random_init(self) -> bool:
         return self.pretrained == RANDOM
 
     def __str__(self) -> str:

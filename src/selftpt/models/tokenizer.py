@@ -150,7 +150,7 @@ def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contra
     if len(names) == 1:
         raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
     dot = len(tokenizer.encode(".", after="photo"))
-    template = contrast.template if "hand" in contrast.views else None
+    template = contrast.template if "hand_crafted" in contrast.views else None
     around = max(length + dot, len(tokenizer.encode(template.replace("{}", " "))) if template else 0)
     if tokenizer.room - around < 1:
         raise SelfTPTError(

@@ -23,12 +23,12 @@ class RunFiles:
     Args:
         out: The file of the result; None writes nothing.
         made_of: A digest of all that determines the result; the checkpoint of another run is not resumed.
-        meaningless: Whether the model has random weights, which the log then says.
+        random_init: Whether the model has random weights, which the log then says.
         optional: Whether the run goes on with a warning if a file cannot be written.
     """
 
-    def __init__(self, out: Path | None, made_of: str, meaningless: bool, optional: bool = False) -> None:
-        self.out, self.made_of, self.meaningless, self.optional = out, made_of, meaningless, optional
+    def __init__(self, out: Path | None, made_of: str, random_init: bool, optional: bool = False) -> None:
+        self.out, self.made_of, self.random_init, self.optional = out, made_of, random_init, optional
         self.logged = 0  # bytes of the log that the checkpoint vouches for
         if out is not None:
             self.log = out.with_name(out.name + ".log.jsonl")
@@ -74,7 +74,7 @@ class RunFiles:
         """After an epoch: its log and a checkpoint."""
         if self.out is None:
             return
-        mark = {"meaningless": True} if self.meaningless else {}
+        mark = {"random_init": True} if self.random_init else {}
         text = "".join(json.dumps({**line, **mark}) + "\n" for line in lines).encode()
         header = {"made_of": self.made_of, "epochs": epochs, "logged": self.logged + len(text)}
         with self._writing():

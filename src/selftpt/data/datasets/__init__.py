@@ -1,4 +1,4 @@
-"""The datasets of the paper and a user's own: where the pictures lie, splits, class names, sentences."""
+"""The datasets of the paper and a user's own: where the images lie, splits, class names, sentences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["COOP", "DATASETS", "Dataset", "Spec", "fraction", "half", "limit", "
 
 @dataclass(frozen=True)
 class Dataset:
-    """Pictures to train and to test with, of the same classes."""
+    """Images to train and to test with, of the same classes."""
 
     name: str
     title: str  # as the paper's tables write it
@@ -28,24 +28,24 @@ class Dataset:
     split: str  # where the split comes from
     published: bool  # it is the published split, and of the published size
     root: Path
-    pictures: str = ""  # below `root`: where the paths of its lists begin
+    image_folder: str = ""  # below `root`: where the paths of its lists begin
 
     def few_shot(self, shots: int | None, seed: int) -> tuple[Source, str, bool]:
-        """At most `shots` training pictures a class, or all; where the choice comes from; if the published rule has it.
+        """At most `shots` training images a class, or all; where the choice comes from; if the published rule has it.
 
         It comes from the file fewshot_{shots}_seed{seed}.json beside the split if there is one.
         """
         if self.train is None:
-            raise SelfTPTError(f"{self.title} has no training pictures in {self.root}: learn from another dataset")
+            raise SelfTPTError(f"{self.title} has no training images in {self.root}: learn from another dataset")
         if shots is None:
-            return self.train, "all training pictures", True
+            return self.train, "all training images", True
         drawn = self.train.few(shots, seed)
         file = self.root / f"fewshot_{shots}_seed{seed}.json"
         with _readable():
             if not file.exists():
                 return drawn, f"drawn here: {shots} of each class, seed {seed}", True
             rows = splits.read_rows(file, "train")
-            (chosen,) = splits.to_sources(file, self.root / self.pictures, rows)
+            (chosen,) = splits.to_sources(file, self.root / self.image_folder, rows)
             if chosen.names != self.train.names:
                 raise SelfTPTError(f"{file} has other classes than {self.title} has here: get it again, or remove it")
             splits.check_there(file, [chosen], "put them there, or remove the list")
@@ -67,15 +67,15 @@ def read_dataset(name: str, data: Path | None) -> Dataset:
 
 
 def _read_known(name: str, spec: Spec, root: Path) -> Dataset:
-    folder = root / spec.pictures
+    folder = root / spec.image_folder
     if not folder.is_dir():
         split = f", and {spec.split} from {COOP} in {root}" if spec.split and not (root / spec.split).exists() else ""
-        raise SelfTPTError(f"there is no folder {folder}: put {spec.title}'s pictures from {spec.page} there{split}")
+        raise SelfTPTError(f"there is no folder {folder}: put {spec.title}'s images from {spec.page} there{split}")
     read = _read_imagenet if spec.wnids else _read_split
     train, test, split = read(spec, root, folder)
     sizes = len(test.names), len(train.paths) if train else spec.size.train, len(test.paths)
     published = split == (spec.split or split) and sizes == (spec.size.classes, spec.size.train, spec.size.test)
-    return Dataset(name, spec.title, spec.template, train, test, split, published, root, spec.pictures)
+    return Dataset(name, spec.title, spec.template, train, test, split, published, root, spec.image_folder)
 
 
 def _read_imagenet(spec: Spec, root: Path, folder: Path) -> tuple[Source | None, Source, str]:

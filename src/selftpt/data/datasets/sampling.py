@@ -1,4 +1,4 @@
-"""Parts of labelled pictures: halves of the classes, fractions, fewer classes, fewer pictures."""
+"""Parts of labelled images: halves of the classes, fractions, fewer classes, fewer images."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def some_classes(source: Source, count: int, seed: int) -> Source:
 
 
 def fraction(source: Source, share: float, seed: int) -> Source:
-    """A share of the pictures of each class, at least one; a smaller share is part of a larger one."""
+    """A share of the images of each class, at least one; a smaller share is part of a larger one."""
     if not 0 < share <= 1:
-        raise SelfTPTError(f"a share of the pictures must be above 0 and at most 1, not {share:g}")
+        raise SelfTPTError(f"a share of the images must be above 0 and at most 1, not {share:g}")
     rng = random.Random(seed)
     chosen: list[int] = []
     for places in by_label(source).values():
         rng.shuffle(places)
         chosen += places[: max(1, round(share * len(places)))]
-    return _pictures(source, chosen)
+    return _images(source, chosen)
 
 
 def limit(source: Source, count: int) -> Source:
-    """`count` pictures, a fixed choice: the first of each class, the second of each, and so on.
+    """`count` images, a fixed choice: the first of each class, the second of each, and so on.
 
     Classes take turns in an order that is drawn once, so that a part of a turn is of all kinds.
     """
     if count < 1:
-        raise SelfTPTError(f"at least one picture is needed, not {count}")
+        raise SelfTPTError(f"at least one image is needed, not {count}")
     order = random.Random(0).sample(range(len(source.names)), len(source.names))
     grouped = by_label(source)
     turns = [(turn, order[label], place) for label in grouped for turn, place in enumerate(grouped[label])]
-    return _pictures(source, (place for _, _, place in sorted(turns)[:count]))
+    return _images(source, (place for _, _, place in sorted(turns)[:count]))
 
 
 def by_label(source: Source) -> dict[int, list[int]]:
@@ -57,8 +57,8 @@ def by_label(source: Source) -> dict[int, list[int]]:
     return places
 
 
-def _pictures(source: Source, places: Iterable[int]) -> Source:
-    """The pictures at these places, in the order of the list."""
+def _images(source: Source, places: Iterable[int]) -> Source:
+    """The images at these places, in the order of the list."""
     return source.select(sorted(places))
 
 

@@ -1,4 +1,4 @@
-"""Train and test pictures of a dataset: from a split file, from its own lists, from its folders."""
+"""Train and test images of a dataset: from a split file, from its own lists, from its folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from selftpt.data.decoding import SUFFIXES
 from selftpt.data.sources import Source, images_in
 from selftpt.errors import SelfTPTError
 
-Row = tuple[str, int, str]  # a picture's path below its folder, label and class name
+Row = tuple[str, int, str]  # a image's path below its folder, label and class name
 MADE = "made here: 50/20/30 % of each class, seed 1"
 
 
@@ -60,7 +60,7 @@ def to_sources(where: str | Path, folder: Path, parts: Sequence[Sequence[Row]]) 
     for label in range(len(names)):
         if label not in names:
             raise SelfTPTError(
-                f"{where}: no picture has label {label}, and others go up to {max(names)}: labels must be 0, 1, 2, ..."
+                f"{where}: no image has label {label}, and others go up to {max(names)}: labels must be 0, 1, 2, ..."
             )
     told = tuple(names[label].replace("_", " ") for label in range(len(names)))
     return [
@@ -70,7 +70,7 @@ def to_sources(where: str | Path, folder: Path, parts: Sequence[Sequence[Row]]) 
 
 
 def check_there(where: str | Path, sources: Sequence[Source], cure: str) -> None:
-    """Refuse a list of pictures that do not exist; each folder is read once, no file is touched."""
+    """Refuse a list of images that do not exist; each folder is read once, no file is touched."""
     folders: dict[Path, set[str]] = {}
     missing = []
     paths = [path for source in sources for path in source.paths]
@@ -85,7 +85,7 @@ def check_there(where: str | Path, sources: Sequence[Source], cure: str) -> None
             missing.append(path)
     if missing:
         raise SelfTPTError(
-            f"{len(missing)} of the {len(paths)} pictures listed in {where} do not exist, the first is {missing[0]}: "
+            f"{len(missing)} of the {len(paths)} images listed in {where} do not exist, the first is {missing[0]}: "
             f"{cure}"
         )
 
@@ -106,14 +106,14 @@ def read_lists(root: Path, spec: Spec, lists: Lists) -> list[list[Row]]:
 
 
 def read_classes(folder: Path, spec: Spec) -> Source:
-    """All pictures below a folder, by the class that each one's path tells."""
+    """All images below a folder, by the class that each one's path tells."""
     assert spec.class_of is not None
     groups: dict[str, list[Path]] = {}
     for path in images_in(folder):
         groups.setdefault(spec.class_of(path.relative_to(folder).as_posix()), []).append(path)
     groups = {key: groups[key] for key in sorted(groups) if spec.name_of(key)}
     if len(groups) < 2:
-        raise SelfTPTError(f"{folder} has pictures of {len(groups)} classes, two at least are needed: get them again")
+        raise SelfTPTError(f"{folder} has images of {len(groups)} classes, two at least are needed: get them again")
     return Source(
         plain_names(folder, [spec.name_of(key) for key in groups]),
         tuple(path for paths in groups.values() for path in paths),
@@ -132,7 +132,7 @@ def plain_names(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def cut(source: Source) -> list[Source]:
-    """Train and test for pictures that have no split: 50 % and 30 % of each class, 20 % stay for validation."""
+    """Train and test for images that have no split: 50 % and 30 % of each class, 20 % stay for validation."""
     rng = random.Random(1)
     train: list[int] = []
     test: list[int] = []
@@ -140,7 +140,7 @@ def cut(source: Source) -> list[Source]:
         count = len(places)
         if count < 2:
             raise SelfTPTError(
-                f"the class {source.names[label]!r} has one picture, {source.paths[places[0]]}: "
+                f"the class {source.names[label]!r} has one image, {source.paths[places[0]]}: "
                 "to train and to test takes two at least"
             )
         rng.shuffle(places)
@@ -154,14 +154,14 @@ def cut(source: Source) -> list[Source]:
 
 
 def read_wnids(folder: Path, classnames: dict[str, str]) -> Source:
-    """Pictures of ImageNet or its kin: a folder a class, its name a WordNet id, or a number in ImageNetV2."""
+    """Images of ImageNet or its kin: a folder a class, its name a WordNet id, or a number in ImageNetV2."""
     with os.scandir(folder) as entries:
         subs = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     numbered = all(sub.isdecimal() for sub in subs)
     subs.sort(key=int if numbered else str)
     if len(subs) < 2:
         raise SelfTPTError(
-            f"{folder} has {len(subs)} folders: sort its pictures into a folder a class, such as n01440764"
+            f"{folder} has {len(subs)} folders: sort its images into a folder a class, such as n01440764"
         )
     wnids = dict(zip(map(str, range(len(classnames))), sorted(classnames), strict=True)) if numbered else {}
     names, paths, labels = [], [], []
@@ -175,7 +175,7 @@ def read_wnids(folder: Path, classnames: dict[str, str]) -> Source:
             if os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(".")
         )
         if not files:
-            raise SelfTPTError(f"the class folder {place} has no picture: get them again")
+            raise SelfTPTError(f"the class folder {place} has no image: get them again")
         names.append(name.replace("_", " "))
         paths += [place / file for file in files]
         labels += [label] * len(files)

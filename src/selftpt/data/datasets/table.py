@@ -11,7 +11,7 @@ COOP = "https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md"  # where the 
 
 
 class Size(NamedTuple):
-    """How many classes there are, and how many pictures of each part; None: there is no such part."""
+    """How many classes there are, and how many images of each part; None: there is no such part."""
 
     classes: int
     train: int | None
@@ -21,11 +21,11 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Lists:
-    """A dataset's own split: text files below its folder with a picture a line."""
+    """A dataset's own split: text files below its folder with a image a line."""
 
     train: str
     test: str
-    path: Callable[[str], str] = str  # a line to a path below the folder of pictures
+    path: Callable[[str], str] = str  # a line to a path below the folder of images
     classes: str | None = None  # a file with a class a line, in the order of labels; else they are sorted
     class_in: Callable[[str], str] = lambda line: line.strip("/")  # a line of that file to a class
 
@@ -35,7 +35,7 @@ class Lists:
 
 
 def folder_of(line: str) -> str:
-    """The folder that a picture lies in, from a path or a line of a list."""
+    """The folder that a image lies in, from a path or a line of a list."""
     return line.strip("/").rpartition("/")[0]
 
 
@@ -46,9 +46,9 @@ class Spec:
     title: str
     short_title: str  # heads its column of a table
     folder: str  # below the data folder
-    pictures: str  # below `folder`: where the paths of its lists begin
+    image_folder: str  # below `folder`: where the paths of its lists begin
     size: Size
-    page: str  # where the pictures are to be had
+    page: str  # where the images are to be had
     template: str = "a photo of a {}."
     split: str | None = None  # the published split file, in `folder`; None: the dataset has its own
     lists: Lists | None = None
@@ -88,7 +88,7 @@ def spaced(action: str) -> str:
 
 
 def frame(line: str) -> str:
-    """UCF101: "JumpRope/v_JumpRope_g01_c01.avi 48" is the picture "Jump_Rope/v_JumpRope_g01_c01.jpg"."""
+    """UCF101: "JumpRope/v_JumpRope_g01_c01.avi 48" is the image "Jump_Rope/v_JumpRope_g01_c01.jpg"."""
     action, _, video = line.split(" ")[0].partition("/")
     return f"{spaced(action)}/{video.removesuffix('.avi')}.jpg"
 

@@ -1,4 +1,4 @@
-"""Pictures for tests, made on the spot."""
+"""Images for tests, made on the spot."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def scene(width: int = 64, height: int = 32) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def quarters(picture: Image.Image) -> list[tuple[int, ...]]:
-    """The colours in the middle of the four quarters of an RGB picture, row by row."""
-    assert picture.mode == "RGB"
-    width, height = picture.size
+def quarters(image: Image.Image) -> list[tuple[int, ...]]:
+    """The colours in the middle of the four quarters of an RGB image, row by row."""
+    assert image.mode == "RGB"
+    width, height = image.size
     places = [(x, y) for y in (height // 4, 3 * height // 4) for x in (width // 4, 3 * width // 4)]
-    return [picture.getpixel(place) for place in places]
+    return [image.getpixel(place) for place in places]
 
 
 def noise(seed: int, width: int = 40, height: int = 40) -> Image.Image:
-    """A picture unlike that of any other seed: coloured blocks and grain."""
+    """A image unlike that of any other seed: coloured blocks and grain."""
     rng = np.random.default_rng(seed)
     blocks = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(
         (width, height), Image.Resampling.NEAREST
@@ -59,7 +59,7 @@ def noise(seed: int, width: int = 40, height: int = 40) -> Image.Image:
 
 
 def noises(folder: Path, count: int, suffix: str = "png") -> list[Path]:
-    """Files with such pictures, of several sizes."""
+    """Files with such images, of several sizes."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{seed:02d}.{suffix}" for seed in range(count)]
     for seed, path in enumerate(paths):
@@ -67,15 +67,15 @@ def noises(folder: Path, count: int, suffix: str = "png") -> list[Path]:
     return paths
 
 
-def encoded(picture: Image.Image, format: str, **options: Any) -> bytes:
-    """The bytes of a picture file."""
+def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
+    """The bytes of a image file."""
     buffer = io.BytesIO()
-    picture.save(buffer, format, **options)
+    image.save(buffer, format, **options)
     return buffer.getvalue()
 
 
 def turned(upright: Image.Image, orientation: int) -> tuple[Image.Image, Image.Exif]:
-    """How a camera stores a picture with an orientation, and the tag that says so."""
+    """How a camera stores a image with an orientation, and the tag that says so."""
     rows, columns = SIDES[orientation]
     pixels = np.asarray(upright)
     if rows in ("left", "right"):
@@ -120,14 +120,14 @@ def tiff(tags: dict[int, int | tuple[int, ...]], data: bytes) -> bytes:
 
 
 def black_png(width: int, height: int) -> bytes:
-    """A large picture in a small file: a bit a pixel, all black."""
+    """A large image in a small file: a bit a pixel, all black."""
     return png(width, height, 1, 0, (bytes((width + 7) // 8) for _ in range(height)))
 
 
-def ycck(picture: Image.Image) -> bytes:
+def ycck(image: Image.Image) -> bytes:
     """A JPEG as Photoshop writes it: CMYK, inverted, and of that the first three in YCbCr."""
-    cyan_magenta_yellow = Image.merge("RGB", picture.convert("CMYK").split()[:3])
-    stored = [*cyan_magenta_yellow.convert("YCbCr").split(), Image.new("L", picture.size, 255)]
+    cyan_magenta_yellow = Image.merge("RGB", image.convert("CMYK").split()[:3])
+    stored = [*cyan_magenta_yellow.convert("YCbCr").split(), Image.new("L", image.size, 255)]
     # Pillow inverts what it writes as CMYK, and marks it as not transformed.
     plain = Image.merge("CMYK", [band.point(lambda value: 255 - value) for band in stored])
     data = bytearray(encoded(plain, "JPEG", quality=95))
