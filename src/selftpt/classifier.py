@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeAlias, get_type_hints, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -24,27 +26,47 @@ from selftpt.models import Model, ModelId, load_recorded_model
 from selftpt.names import check_names
 from selftpt.version import __version__
 
+OnError: TypeAlias = Callable[[ImageError], None]
+# Images to blocks of them with probabilities [n, C].
+Stream: TypeAlias = Callable[[Iterable[ImageInput], OnError], Iterator[tuple[Block, Tensor]]]
+
 SCHEMA = Schema(
     header={"model": get_type_hints(ModelId), "random_init": bool, "names": list, "scale": float, "origin": dict},
     tensors={"weights": "C D"},
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prediction:
     """The most probable classes of an image, best first.
 
     Attributes:
-        path: The image's path; None for an image in memory.
-        names: Class names.
-        probabilities: Their probabilities.
-        labels: Their indices in the class list.
+        path: The path of the image; None for an image in memory.
+        names: Class names, [top].
+        probabilities: Their probabilities, [top].
+        labels: Their indices in the class list, [top].
+        index: The position of the image in the input, after folders and patterns were expanded.
     """
 
     path: str | None
     names: tuple[str, ...]
     probabilities: tuple[float, ...]
     labels: tuple[int, ...]
+    index: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The most probable class."""
+        return self.names[0]
+
+    @property
+    def probability(self) -> float:
+        """The probability of the most probable class."""
+        return self.probabilities[0]
+
+    def __repr__(self) -> str:
+        of = "" if self.path is None else f", path={self.path!r}"
+        return f"Prediction({self.name!r}, {self.probability:.1%}{of})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,18 +95,19 @@ class Classifier:
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str], weights: Tensor, **origin: Any) -> Classifier:
-        """A classifier of a model's class vectors [C, D]; `origin` says how they were made."""
+        """Make a classifier from class vectors [C, D] of a model; `origin` says how they were made."""
         return cls(tuple(names), weights.cpu(), model.scale, model.id, {**origin, "selftpt": __version__}, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, which is loaded again when it is needed."""
+        """The state without the model, which is loaded again when it is needed."""
         return {**self.__dict__, "model": None, "_on_device": {}}
 
     def __repr__(self) -> str:
-        return f"Classifier({len(self.names)} classes, {self.model_id})"
+        shown = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
+        return f"Classifier({len(self.names)} classes: {shown}; model {self.model_id})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the classifier to a file; the model itself is not in it."""
+        """Write the classifier to a safetensors file of a few kB, without the model."""
         header = {
             "model": dataclasses.asdict(self.model_id),
             "random_init": self.model_id.random_init,
@@ -111,7 +134,7 @@ class Classifier:
         return made if model is None else made.with_model(model, f"the classifier {path}")
 
     def with_model(self, model: Model, what: str = "the classifier") -> Classifier:
-        """The classifier with its model.
+        """The same classifier with its model.
 
         Raises:
             SelfTPTError: It was made with another model; `what` names it in the message.
@@ -125,67 +148,188 @@ class Classifier:
         return dataclasses.replace(self, model=model)
 
     def probabilities(self, features: Tensor) -> Tensor:
-        """Eq. 1: L2-normalised image features [..., D] to probabilities [..., C], on the features' device."""
+        """The probabilities [..., C] of Eq. 1 for L2-normalised image features [..., D], on the features' device."""
         key = features.device, features.dtype
         if key not in self._on_device:
             self._on_device[key] = self.weights.to(features)
         return (self.scale * features @ self._on_device[key].t()).softmax(-1)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """L2-normalised features of the views of images [N, V, D] to probabilities [N, C], the mean over the views."""
+        """The mean probabilities [N, C] over L2-normalised features of the views of images [N, V, D]."""
         return self.probabilities(features).mean(-2)
+
+    @overload
+    def predict(
+        self,
+        images: ImageInput,
+        top: int | None = None,
+        config: PredictConfig | None = None,
+        on_error: OnError = warn_of,
+    ) -> Any: ...
+
+    @overload
+    def predict(
+        self,
+        images: Iterable[ImageInput],
+        top: int | None = None,
+        config: PredictConfig | None = None,
+        on_error: OnError = warn_of,
+    ) -> list[Prediction]: ...
 
     def predict(
         self,
         images: ImageInput | Iterable[ImageInput],
         top: int | None = None,
         config: PredictConfig | None = None,
-        on_error: Callable[[ImageError], None] = warn_of,
-    ) -> Iterator[Prediction]:
-        """Classify images, one after the other, in the order given.
+        on_error: OnError = warn_of,
+    ) -> Any:
+        """Classify images.
 
         Args:
-            images: Paths of files, folders or patterns, PIL images, uint8 arrays [H, W, 3] or tensors [3, H, W], or
-                float tensors [3, S, S] that are preprocessed already.
+            images: One image or a list of images: paths, PIL images, uint8 arrays [H, W, 3], uint8 tensors [3, H, W],
+                or preprocessed float tensors [3, S, S]. A path may also be a folder or a pattern such as
+                `"photos/*.jpg"`, which stands for a list.
             top: Number of classes in each prediction.
-            config: The configuration of stage 3.
-            on_error: Called for every image that cannot be used; it is then left out.
+            config: The configuration of stage 3; `PredictConfig(views=64)` is Self-TPT-v.
+            on_error: Called for every image of a list that cannot be used; the image is then left out. By default it
+                warns.
+
+        Returns:
+            A `Prediction` for one image; a list of them, in the order of the input, for a list.
+
+        Raises:
+            SelfTPTError: An argument is invalid, or the one image cannot be used.
+
+        Example:
+            >>> import numpy as np, selftpt
+            >>> classifier = selftpt.zero_shot(selftpt.load_model(device="cpu"), ["night sky", "snow"])
+            >>> classifier.predict(np.zeros((32, 32, 3), np.uint8)).name
+            'night sky'
         """
+        stream, top = self._stream(config, top)
+        return predict_all(stream, images, self.names, top, on_error)
+
+    def iter_predict(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        top: int | None = None,
+        config: PredictConfig | None = None,
+        on_error: OnError = warn_of,
+    ) -> Iterator[Prediction]:
+        """Classify images one after the other; the arguments are those of `predict`.
+
+        `images` is read as the work proceeds, so that it may be larger than memory. Arguments are checked at the call.
+        """
+        stream, top = self._stream(config, top)
+        return predict_each(stream, as_list(images), self.names, top, on_error)
+
+    def predict_proba(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        config: PredictConfig | None = None,
+        on_error: OnError = warn_of,
+    ) -> NDArray[np.float32]:
+        """Probabilities of all classes, in the order of the input.
+
+        Args:
+            images: As in `predict`.
+            config: The configuration of stage 3; its `top` is not used.
+            on_error: Called for every image of a list that cannot be used.
+
+        Returns:
+            [N, C]; the row of an image that cannot be used is NaN.
+
+        Raises:
+            SelfTPTError: An argument is invalid, or the one image cannot be used.
+        """
+        return probability_matrix(self._stream(config, None)[0], images, len(self.names), on_error)
+
+    def _stream(self, config: PredictConfig | None, top: int | None) -> tuple[Stream, int]:
+        """What makes probabilities of images, and the number of classes in a prediction."""
         config = config or PredictConfig()
         if top is not None:
             config = dataclasses.replace(config, top=top)
         model = self.model or load_recorded_model(self.model_id, "the classifier")
         object.__setattr__(self, "model", self.with_model(model).model)
-        return self._predict(model, images, config, on_error)
 
-    def _predict(
-        self,
-        model: Model,
-        images: ImageInput | Iterable[ImageInput],
-        config: PredictConfig,
-        on_error: Callable[[ImageError], None],
-    ) -> Iterator[Prediction]:
-        specs = image_and_crops(config.views, seed=config.seed, max_megapixels=config.max_megapixels)
-        provider = FeatureProvider(model, specs, batch=config.batch, on_error=on_error)
-        for block in provider.blocks(expand(images, on_error)):
-            yield from top_classes(
-                merge_views(self.probabilities(block.views), config.confidence_ratio), self.names, block, config.top
-            )
+        def stream(images: Iterable[ImageInput], on_error: OnError) -> Iterator[tuple[Block, Tensor]]:
+            specs = image_and_crops(config.views, seed=config.seed, max_megapixels=config.max_megapixels)
+            provider = FeatureProvider(model, specs, batch=config.batch, on_error=on_error)
+            for block in provider.blocks(images):
+                yield block, merge_views(self.probabilities(block.views), config.confidence_ratio)
+
+        return stream, config.top
+
+
+def predict_each(
+    stream: Stream, images: Iterable[ImageInput], names: Sequence[str], top: int, on_error: OnError
+) -> Iterator[Prediction]:
+    """Predictions for a list of images, folders and patterns, as they are made."""
+    for block, probabilities in stream(expand(images, on_error), on_error):
+        yield from top_classes(probabilities, names, block, top)
+
+
+def predict_all(
+    stream: Stream,
+    images: ImageInput | Iterable[ImageInput],
+    names: Sequence[str],
+    top: int,
+    on_error: OnError,
+) -> Prediction | list[Prediction]:
+    """A prediction for one image, a list of predictions for several."""
+    if not is_one_image(images):
+        return list(predict_each(stream, as_list(images), names, top, on_error))
+    (prediction,) = predict_each(stream, as_list(images), names, top, raise_error)
+    return prediction
+
+
+def probability_matrix(
+    stream: Stream, images: ImageInput | Iterable[ImageInput], classes: int, on_error: OnError
+) -> NDArray[np.float32]:
+    """Probabilities [N, C] of images, NaN for those that cannot be used."""
+    report = raise_error if is_one_image(images) else on_error
+    expanded = list(expand(as_list(images), report))
+    found = np.full((len(expanded), classes), np.nan, dtype=np.float32)
+    for block, probabilities in stream(expanded, report):
+        found[block.indices.numpy()] = probabilities.float().cpu().numpy()
+    return found
 
 
 def top_classes(probabilities: Tensor, names: Sequence[str], block: Block, top: int) -> Iterator[Prediction]:
-    """The `top` best of probabilities [N, C] for the images of a block [N], as predictions."""
+    """The `top` most probable of the probabilities [N, C] of a block of N images."""
     best = probabilities.topk(min(top, len(names)))
-    for source, values, labels in zip(block.sources, best.values.tolist(), best.indices.tolist(), strict=True):
+    rows = zip(block.sources, block.indices.tolist(), best.values.tolist(), best.indices.tolist(), strict=True)
+    for source, index, values, labels in rows:
         path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
-        yield Prediction(path, tuple(names[i] for i in labels), tuple(values), tuple(labels))
+        yield Prediction(path, tuple(names[i] for i in labels), tuple(values), tuple(labels), index)
 
 
-def expand(images: ImageInput | Iterable[ImageInput], on_error: Callable[[ImageError], None]) -> Iterator[ImageInput]:
+def is_one_image(images: object) -> bool:
+    """Whether `images` is a single image, and not a folder, a pattern or several images."""
+    if isinstance(images, str | os.PathLike):
+        return not is_place(images)
+    if isinstance(images, np.ndarray) and images.dtype.kind in "OU":  # an array of paths or images
+        return False
+    return isinstance(images, Image.Image) or getattr(images, "ndim", 4) <= 3
+
+
+def as_list(images: ImageInput | Iterable[ImageInput]) -> Iterable[ImageInput]:
+    """`images` as an iterable of images, folders and patterns.
+
+    Raises:
+        SelfTPTError: It is neither an image nor an iterable.
+    """
+    if isinstance(images, str | os.PathLike) or is_one_image(images):
+        return [images]  # type: ignore[list-item]
+    if isinstance(images, bytes | bytearray) or not isinstance(images, Iterable):
+        raise SelfTPTError(
+            f"images must be a path, a PIL image, an array, a tensor or a list of these, not {type(images).__name__}"
+        )
+    return images
+
+
+def expand(images: Iterable[ImageInput], on_error: OnError) -> Iterator[ImageInput]:
     """Single images, with folders and patterns replaced by the images in them."""
-    alone = isinstance(images, str | bytes | os.PathLike | Image.Image) or getattr(images, "ndim", 4) <= 3
-    if alone or not isinstance(images, Iterable):
-        images = [images]  # type: ignore[list-item]
     for image in images:
         if not isinstance(image, str | os.PathLike) or not is_place(image):
             yield image
@@ -196,8 +340,13 @@ def expand(images: ImageInput | Iterable[ImageInput], on_error: Callable[[ImageE
             on_error(ImageError(str(error)))
 
 
+def raise_error(error: ImageError) -> None:
+    """Raise the error of an image that cannot be used, instead of leaving the image out."""
+    raise error
+
+
 def entropy(probabilities: Tensor) -> Tensor:
-    """In nats: [..., C] to [...]."""
+    """The entropy in nats of probabilities [..., C]: [...]."""
     terms: Tensor = torch.special.entr(probabilities)
     return terms.sum(-1)
 

@@ -10,12 +10,23 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from selftpt.classifier import Classifier, Prediction, expand, top_classes
+from selftpt.classifier import (
+    Classifier,
+    OnError,
+    Prediction,
+    Stream,
+    as_list,
+    predict_all,
+    predict_each,
+    probability_matrix,
+)
 from selftpt.config import ContrastConfig, TrainConfig, change, restore, without_places
 from selftpt.data.cache import NO_CACHE, Cache, LearnedFiles, code_digest, content_digest
 from selftpt.data.decoding import ImageError, ImageInput, warn_of
@@ -435,6 +446,9 @@ class Predictor:
     names: tuple[str, ...]
     function: Any
 
+    def __repr__(self) -> str:
+        return f"Predictor({self.fitted.method.name}, {len(self.names)} classes, {self.fitted.model_id})"
+
     @property
     def classifier(self) -> Classifier | None:
         """The classifier, if the method consists of one."""
@@ -476,28 +490,75 @@ class Predictor:
 
         return self.function(all_views())  # type: ignore[no-any-return]
 
+    @overload
+    def predict(
+        self, images: ImageInput, top: int = 5, *, cache: Cache = NO_CACHE, on_error: OnError = warn_of
+    ) -> Any: ...
+
+    @overload
+    def predict(
+        self, images: Iterable[ImageInput], top: int = 5, *, cache: Cache = NO_CACHE, on_error: OnError = warn_of
+    ) -> list[Prediction]: ...
+
     def predict(
         self,
         images: ImageInput | Iterable[ImageInput],
         top: int = 5,
         *,
         cache: Cache = NO_CACHE,
-        on_error: Callable[[ImageError], None] = warn_of,
-    ) -> Iterator[Prediction]:
-        """Classify images in the order given; `on_error` is called for every image that cannot be used."""
-        if top < 1:
-            raise SelfTPTError(f"top must be an integer above 0, not {top}")
-        return self._predict(images, top, cache, on_error)
+        on_error: OnError = warn_of,
+    ) -> Any:
+        """Classify images.
 
-    def _predict(
+        Args:
+            images: One image, or several images, folders or patterns, as in `Classifier.predict`.
+            top: Number of classes in each prediction.
+            cache: Where image features are cached; by default nowhere.
+            on_error: Called for every image of a list that cannot be used; the image is then left out.
+
+        Returns:
+            A `Prediction` for one image; a list of them, in the order of the input, for several.
+
+        Raises:
+            SelfTPTError: An argument is invalid, or the one image cannot be used.
+        """
+        return predict_all(self._stream(cache), images, self.names, _above_zero(top), on_error)
+
+    def iter_predict(
         self,
         images: ImageInput | Iterable[ImageInput],
-        top: int,
-        cache: Cache,
-        on_error: Callable[[ImageError], None],
+        top: int = 5,
+        *,
+        cache: Cache = NO_CACHE,
+        on_error: OnError = warn_of,
     ) -> Iterator[Prediction]:
+        """Classify images one after the other; the arguments are those of `predict`, checked at the call.
+
+        A transductive method yields its first prediction after it has seen all images.
+        """
+        return predict_each(self._stream(cache), as_list(images), self.names, _above_zero(top), on_error)
+
+    def predict_proba(
+        self,
+        images: ImageInput | Iterable[ImageInput],
+        *,
+        cache: Cache = NO_CACHE,
+        on_error: OnError = warn_of,
+    ) -> NDArray[np.float32]:
+        """Probabilities [N, C] of all classes, in the order of the input; NaN for an image that cannot be used."""
+        return probability_matrix(self._stream(cache), images, len(self.names), on_error)
+
+    def _stream(self, cache: Cache) -> Stream:
         fitted = self.fitted
-        provider = FeatureProvider(fitted.model, fitted.method.views(fitted.config), cache, on_error=on_error)
-        blocks = provider.blocks(expand(images, on_error), pixels=fitted.inputs == "pixels")
-        for block, probabilities in self.stream(blocks):
-            yield from top_classes(probabilities, self.names, block, top)
+
+        def stream(images: Iterable[ImageInput], on_error: OnError) -> Iterator[tuple[Block, Tensor]]:
+            provider = FeatureProvider(fitted.model, fitted.method.views(fitted.config), cache, on_error=on_error)
+            return self.stream(provider.blocks(images, pixels=fitted.inputs == "pixels"))
+
+        return stream
+
+
+def _above_zero(top: int) -> int:
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise SelfTPTError(f"top must be an integer above 0, not {top}")
+    return top
