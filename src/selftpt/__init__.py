@@ -1,4 +1,4 @@
-"""Class names in, a better CLIP classifier out, at the price of zero-shot (Self-TPT)."""
+"""Class names in, a better CLIP classifier out, at the inference cost of zero-shot (Self-TPT)."""
 
 from __future__ import annotations
 
@@ -15,46 +15,61 @@ if TYPE_CHECKING:
     from selftpt.data.cache import Cache
     from selftpt.data.sources import Source
     from selftpt.learning import learn
+    from selftpt.methods import METHODS
+    from selftpt.methods.fitting import fit
+    from selftpt.methods.method import FittedMethod, Predictor
     from selftpt.models import Model, list_models, load_model
     from selftpt.prompt import Prompt
 
 __all__ = [
+    "METHODS",
     "AdaptConfig",
     "Cache",
     "Classifier",
     "ContrastConfig",
+    "FittedMethod",
     "LearnConfig",
     "Model",
     "PredictConfig",
     "Prediction",
+    "Predictor",
     "Prompt",
     "SelfTPTError",
     "SelfTPTWarning",
     "Source",
     "__version__",
     "adapt",
+    "fit",
     "learn",
     "list_models",
     "load_model",
     "zero_shot",
 ]
 
-_HEAVY = {  # these need torch and open_clip, which take seconds to import: on first use
-    "adapt": "adaptation",
+_LAZY = {  # imported on first use, because torch and open_clip take seconds to import
+    "METHODS": "methods",
     "Cache": "data.cache",
     "Classifier": "classifier",
-    "Prediction": "classifier",
-    "Source": "data.sources",
-    "learn": "learning",
+    "FittedMethod": "methods.method",
     "Model": "models",
+    "Prediction": "classifier",
+    "Predictor": "methods.method",
+    "Prompt": "prompt",
+    "Source": "data.sources",
+    "adapt": "adaptation",
+    "fit": "methods.fitting",
+    "learn": "learning",
     "list_models": "models",
     "load_model": "models",
-    "Prompt": "prompt",
     "zero_shot": "adaptation",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HEAVY:
+    if name not in _LAZY:
         raise AttributeError(f"module 'selftpt' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"selftpt.{_HEAVY[name]}"), name)
+    return getattr(importlib.import_module(f"selftpt.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -26,9 +26,25 @@ from selftpt.prompt import Prompt
 def zero_shot(
     model: Model, names: Sequence[str], template: str = ContrastConfig.template, chunk: int | None = AdaptConfig.chunk
 ) -> Classifier:
-    """The classifier of one hand-written sentence, without a learned prompt: its weights are [C, D].
+    """Make the zero-shot classifier of a template, without a learned prompt.
 
-    names: of the classes, [C]; template: has {} where a name goes; chunk: how many names are walked at once.
+    Args:
+        model: The model.
+        names: Class names, [C].
+        template: A template with {} for the class name.
+        chunk: Classes that are encoded at once; None encodes all at once.
+
+    Returns:
+        A classifier with class vectors [C, D].
+
+    Raises:
+        SelfTPTError: The names or the template are invalid, or a name is too long for the model.
+
+    Example:
+        >>> import selftpt
+        >>> model = selftpt.load_model(device="cpu")
+        >>> selftpt.zero_shot(model, ["forest", "river"], template="a centered satellite photo of {}.")
+        Classifier(2 classes: 'forest', 'river'; model selftpt-tiny)
     """
     contrast = ContrastConfig(template=template)
     tokens = class_tokens(model.text.tokenizer, names, 0, contrast)
@@ -38,11 +54,32 @@ def zero_shot(
 
 @with_gradients
 def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfig | None = None) -> Classifier:
-    """Tune a prompt to the class names of a task and make its classifier (Algorithm 1, stage 2)."""
+    """Tune a prompt to the class names of a task by CPT, and make its classifier (Algorithm 1, stage 2).
+
+    Args:
+        model: The model that the prompt was learned for.
+        prompt: A prompt of `learn`, or `Prompt.embedded()`. It is not changed.
+        names: Class names, [C].
+        config: The configuration; by default the paper's.
+
+    Returns:
+        A classifier with class vectors [C, D].
+
+    Raises:
+        SelfTPTError: The prompt does not fit the model, the names are invalid, or the loss diverges.
+
+    Example:
+        >>> import selftpt
+        >>> model = selftpt.load_model(device="cpu")
+        >>> selftpt.adapt(model, selftpt.Prompt.embedded(), ["golden retriever", "tabby cat"])
+        Classifier(2 classes: 'golden retriever', 'tabby cat'; model selftpt-tiny)
+    """
     config = config or AdaptConfig()
     prompt.check(model)
-    tokens = class_tokens(model.text.tokenizer, names, len(prompt.context), prompt.contrast)
     contrast, length, device = prompt.contrast, len(prompt.context), model.device
+    if config.template is not None:
+        contrast = dataclasses.replace(contrast, template=config.template)
+    tokens = class_tokens(model.text.tokenizer, names, length, contrast)
     context = prompt.context.to(device).clone()
     head = Head(*(differentiable(t.to(device)) for t in prompt.head))
     if config.steps:
@@ -58,7 +95,9 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
             for _ in range(config.steps):
                 loss, context.grad = contrast_step(task, context, head)
                 if not math.isfinite(loss):
-                    raise SelfTPTError("CPT is no longer a number: lower the learning rate of adapt")
+                    raise SelfTPTError(
+                        "the loss of stage 2 is not finite any more: lower its learning rate (AdaptConfig.lr, --lr)"
+                    )
                 optimizer.step()
     views: Sequence[View] = ("end",) if config.vectors == "end" else VIEWS
     with torch.no_grad():

@@ -239,8 +239,16 @@ class AdaptConfig(Config):
     lr: float = setting(0.1, "learning rate", above=0)
     momentum: float = setting(0.0, "momentum of SGD", minimum=0)
     weight_decay: float = setting(0.0, "weight decay of SGD", minimum=0)
+    template: str | None = setting(
+        None, "template of the hand-crafted view, with {} for the class name; none takes the prompt's"
+    )
     vectors: ClassVectors = setting("end", "class vectors: of the end view, or the mean of the learned views")
     chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.template is not None:
+            check_template(self.template)
 
 
 @dataclass(frozen=True)

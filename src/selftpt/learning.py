@@ -14,7 +14,7 @@ from torch import Tensor
 from selftpt.config import VIEWS, LearnConfig
 from selftpt.data.cache import Cache, code_digest, content_digest
 from selftpt.data.decoding import ImageError, warn_of
-from selftpt.data.sources import Source
+from selftpt.data.sources import Source, SourceLike
 from selftpt.files import check_writable, digest
 from selftpt.gradients import with_gradients
 from selftpt.losses import Head
@@ -32,7 +32,7 @@ PARAMETERS = ("context", *Head._fields)
 @with_gradients
 def learn(
     model: Model,
-    source: str | os.PathLike[str] | Source,
+    source: Source | SourceLike,
     config: LearnConfig | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
@@ -44,7 +44,8 @@ def learn(
 
     Args:
         model: The frozen model.
-        source: A folder with one folder per class, a CSV file of paths and class names, or a `Source`.
+        source: A `Source`, or anything that `Source.read` accepts: a folder with one folder per class, a CSV file of
+            paths and class names, a torchvision dataset, or a dataset of Hugging Face.
         config: The configuration; by default the paper's.
         out: Where the prompt is written. Beside it are `OUT.log.jsonl`, one line per step, and, during training,
             `OUT.checkpoint`, from which an interrupted run resumes bitwise-identically.
@@ -64,7 +65,7 @@ def learn(
     path = Path(out) if out is not None else None
     if path:
         check_writable(path)
-    few = (source if isinstance(source, Source) else Source.read(source)).few(config.shots, config.seed)
+    few = Source.read(source).few(config.shots, config.seed)
     tokens = class_tokens(model.text.tokenizer, few.names, config.length, config.contrast)
     features, labels = source_features(model, few, config, cache or Cache(), on_error)
     return learn_from_features(model, tokens, features, labels, config, path, initial)

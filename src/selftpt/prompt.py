@@ -27,10 +27,14 @@ SCHEMA = Schema(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prompt:
-    """Soft prompts and the head they were learned with.
+    """Learned context vectors, with the projection head that they were learned with.
 
-    context: [M, d]; head: D to its hidden width to F; contrast: how CPT saw them; model: whose they are.
-    origin: how they came about (settings, class names of the source, the version of selftpt).
+    Attributes:
+        context: Context vectors [M, d].
+        head: The projection head, from D through its hidden width to F.
+        contrast: The configuration of CPT, which stage 2 follows.
+        model: The model that the prompt was learned for.
+        origin: How it was learned: settings, class names of the source, number of images, version of selftpt.
     """
 
     context: Tensor
@@ -40,10 +44,12 @@ class Prompt:
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"Prompt({len(self.context)} vectors, {self.model})"
+        classes, images = len(self.origin.get("classes", ())), self.origin.get("images")
+        learned = f", learned on {images} images of {classes} classes" if classes and images else ""
+        return f"Prompt({len(self.context)} context vectors for {self.model}{learned})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the prompt to a file."""
+        """Write the prompt to a safetensors file."""
         header = {
             "model": dataclasses.asdict(self.model),
             "random_init": self.model.random_init,
@@ -53,7 +59,7 @@ class Prompt:
         write_tensors(Path(path), "prompt", {"context": self.context, **self.head._asdict()}, header, SCHEMA)
 
     def check(self, model: Model) -> None:
-        """Refuse to be used with a model that it was not learned for.
+        """Check that the prompt was learned for a model.
 
         Raises:
             SelfTPTError: The model is another one, or has other dimensions than the prompt's vectors and head.
@@ -68,7 +74,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """Tells this prompt from every other."""
+        """A digest of the content."""
         sha = hashlib.sha256(repr((self.contrast, self.model)).encode())
         for tensor in (self.context, *self.head):
             sha.update(f"{tuple(tensor.shape)}".encode())
@@ -79,7 +85,7 @@ class Prompt:
     def of(
         cls, tensors: Mapping[str, Tensor], contrast: ContrastConfig, model: ModelId, origin: Mapping[str, Any]
     ) -> Prompt:
-        """A prompt of the tensors `context`, `w1`, `b1`, `w2`, `b2`."""
+        """Make a prompt from the tensors `context`, `w1`, `b1`, `w2`, `b2`."""
         return cls(tensors["context"], Head(*(tensors[name] for name in Head._fields)), contrast, model, origin)
 
     @classmethod
@@ -89,7 +95,11 @@ class Prompt:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Prompt:
-        """Read a prompt from a file."""
+        """Read a prompt from a file.
+
+        Raises:
+            SelfTPTError: The file cannot be read, is damaged, or is not a prompt.
+        """
         header, tensors = read_tensors(Path(path), "prompt", SCHEMA)
         try:
             contrast = ContrastConfig(**current_names(header["contrast"]))
@@ -100,9 +110,10 @@ class Prompt:
 
 
 def initial_context(model: Model, length: int, words: str, generator: torch.Generator) -> Tensor:
-    """`length` context vectors [M, d] from the embeddings of `words`.
+    """The initial context vectors [M, d]: the token embeddings of `words`.
 
-    Of too many words the last stay, next to the class name; for too few, vectors of N(0, 0.02) come before them.
+    If there are more tokens than `length`, the last ones are taken, which are next to the class name. If there are
+    fewer, vectors drawn from N(0, 0.02) come first.
     """
     known = model.text.words(words)[-length:].cpu()
     drawn = torch.empty(length - len(known), model.text.width).normal_(0, 0.02, generator=generator)
@@ -110,7 +121,7 @@ def initial_context(model: Model, length: int, words: str, generator: torch.Gene
 
 
 def initial_head(dimension: int, hidden: int, projection: int, generator: torch.Generator) -> Head:
-    """A head D to hidden to projection: Xavier weights, zero biases."""
+    """The initial head from `dimension` through `hidden` to `projection`: Xavier weights and zero biases."""
     w1, w2 = torch.empty(hidden, dimension), torch.empty(projection, hidden)
     for weight in (w1, w2):
         nn.init.xavier_uniform_(weight, generator=generator)

@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 from selftpt.config import CacheMode
+from selftpt.data.decoding import DatasetImage, open_image
 from selftpt.data.views import FileFingerprint, ViewSpec
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import (
@@ -147,7 +148,9 @@ def _version(library: str) -> str | None:
 
 
 def content_digest(value: Any) -> str:
-    """A digest of the content of a tensor, an array or a PIL image."""
+    """A digest of the content of a tensor, an array, a PIL image or an image of a dataset."""
+    if isinstance(value, DatasetImage):
+        value = open_image(value)
     if isinstance(value, Tensor):
         tensor = value.detach().cpu().contiguous()
         value = tensor.flatten().view(torch.uint8).numpy()

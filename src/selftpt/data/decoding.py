@@ -8,6 +8,7 @@ import re
 import stat
 import struct
 import warnings
+from dataclasses import dataclass
 from typing import IO, Any, TypeAlias
 
 import numpy as np
@@ -27,7 +28,7 @@ from PIL import (
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 
-ImageInput: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray[Any, Any] | torch.Tensor"
+ImageInput: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray[Any, Any] | torch.Tensor | DatasetImage"
 
 SUFFIXES = {
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -108,6 +109,35 @@ else:
         DECODERS["AVIF"] = AvifImagePlugin.AvifImageFile
 
 
+@dataclass(frozen=True, eq=False)
+class DatasetImage:
+    """An image of a dataset in memory, which is read when it is needed.
+
+    Attributes:
+        dataset: A dataset of torchvision or Hugging Face.
+        index: The position of the item.
+        key: Where the image is in the item: 0 in a tuple, or the name of a column.
+    """
+
+    dataset: Any
+    index: int
+    key: int | str
+
+    def load(self) -> ImageInput:
+        """Read the image.
+
+        Raises:
+            ImageError: The dataset cannot read it, or it is not an image.
+        """
+        try:
+            image = self.dataset[self.index][self.key]
+        except Exception as error:  # a dataset may raise anything
+            raise ImageError(f"image {self.index} of the dataset: cannot be read ({_line(error)})") from error
+        if not isinstance(image, Image.Image | np.ndarray | torch.Tensor | str | os.PathLike):
+            raise ImageError(f"image {self.index} of the dataset: it is of type {type(image).__name__}, not an image")
+        return image
+
+
 class ImageError(SelfTPTError):
     """An image that cannot be used; the message says which and why."""
 
@@ -135,6 +165,8 @@ def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
     Raises:
         ImageError: The image cannot be used; one line with the reason.
     """
+    if isinstance(source, DatasetImage):
+        source = source.load()
     if isinstance(source, Image.Image):
         return _decode(source, "the image", max_megapixels)
     if isinstance(source, np.ndarray):

@@ -9,13 +9,24 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO, TypeAlias
 
 from torch import Tensor
 
-from selftpt.data.decoding import SUFFIXES, ImageInput
+from selftpt.data.decoding import SUFFIXES, DatasetImage, ImageInput
 from selftpt.errors import SelfTPTError
 from selftpt.names import check_names
+
+
+class IndexedDataset(Protocol):
+    """A dataset whose items are found by their position."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+SourceLike: TypeAlias = str | os.PathLike[str] | IndexedDataset
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Source:
         names: The class names.
         images: Paths, PIL images, arrays or tensors. Empty if there are features instead.
         labels: For each image the index of its class.
-        features: L2-normalised image features [N, crops, D], which stand for images that are not at hand.
+        features: L2-normalised image features [N, crops, D], given instead of images.
 
     Example:
         >>> import numpy as np
@@ -54,9 +65,28 @@ class Source:
             raise SelfTPTError(f"the labels of a source are indices of its {len(self.names)} class names")
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Source:
-        """Read a folder with one folder per class, or a CSV file of image paths and class names."""
-        return cls.from_csv(path) if Path(path).suffix.lower() == ".csv" else cls.from_folder(path)
+    def read(cls, source: Source | SourceLike) -> Source:
+        """Read labelled images.
+
+        Args:
+            source: A folder with one folder of images per class, a CSV file of image paths and class names, a dataset
+                of torchvision or Hugging Face, or a `Source`, which is returned as it is.
+
+        Raises:
+            SelfTPTError: It cannot be read, or is none of these.
+        """
+        if isinstance(source, Source):
+            return source
+        if isinstance(source, str | os.PathLike):
+            return cls.from_csv(source) if Path(source).suffix.lower() == ".csv" else cls.from_folder(source)
+        if hasattr(source, "column_names"):
+            return cls.from_huggingface(source)
+        if hasattr(source, "__getitem__") and hasattr(_base_dataset(source), "classes"):
+            return cls.from_torchvision(source)
+        raise SelfTPTError(
+            "a source is a folder, a CSV file, a dataset of torchvision or Hugging Face, or a selftpt.Source, "
+            f"not {type(source).__name__}; Source.from_images takes lists"
+        )
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Source:
@@ -122,6 +152,67 @@ class Source:
         return cls(*_indexed(labels, names, tuple(images)))
 
     @classmethod
+    def from_torchvision(cls, dataset: IndexedDataset, names: Sequence[str] | None = None) -> Source:
+        """Make a source of a torchvision dataset, or of a `torch.utils.data.Subset` of one.
+
+        Images are read from the dataset when they are needed. Underscores in its class names become spaces.
+
+        Args:
+            dataset: Its items are pairs of an image and a label. It must not have a transform.
+            names: The class names; by default `dataset.classes`.
+
+        Raises:
+            SelfTPTError: The dataset has a transform, or no labels or class names can be found.
+        """
+        base = _base_dataset(dataset)
+        if (
+            getattr(base, "transforms", None)
+            or getattr(base, "transform", None)
+            or getattr(base, "target_transform", None)
+        ):
+            raise SelfTPTError("the dataset has a transform: make it without one, because selftpt preprocesses images")
+        if names is None:
+            names = [name.replace("_", " ") for name in getattr(base, "classes", ()) if isinstance(name, str)]
+            if not names:
+                raise SelfTPTError(f"{type(base).__name__} has no class names: give them with names=[...]")
+        labels = [int(label) for label in _torchvision_labels(dataset)]
+        images = [DatasetImage(dataset, i, 0) for i in range(len(labels))]
+        return cls(check_names(names), tuple(images), tuple(labels))
+
+    @classmethod
+    def from_huggingface(
+        cls,
+        dataset: IndexedDataset,
+        image: str | None = None,
+        label: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Source:
+        """Make a source of a `datasets.Dataset` of Hugging Face.
+
+        Images are read from the dataset when they are needed.
+
+        Args:
+            dataset: One split, not a `DatasetDict`, and not streamed.
+            image: The column of the images; by default the only column of type `Image`.
+            label: The column of the labels; by default the only column of type `ClassLabel`, or "label".
+            names: The class names; by default those of the `ClassLabel`, or the labels themselves if they are strings.
+
+        Raises:
+            SelfTPTError: This is not one split, or a column or the class names cannot be found.
+        """
+        features = getattr(dataset, "features", None)
+        if isinstance(dataset, dict) or features is None or not hasattr(dataset, "__len__"):
+            raise SelfTPTError('give one split of the dataset that is not streamed, such as dataset["train"]')
+        image = _column(features, image, "Image", ("image", "img"))
+        label = _column(features, label, "ClassLabel", ("label", "labels"))
+        known = getattr(features[label], "names", None) if names is None else names
+        labels = list(dataset[label])
+        images = [DatasetImage(dataset, i, image) for i in range(len(labels))]
+        if known is None and not all(isinstance(one, str) for one in labels):
+            raise SelfTPTError(f"the column {label!r} has numbers without class names: give them with names=[...]")
+        return cls.from_images(images, labels, known)
+
+    @classmethod
     def from_features(cls, features: Tensor, labels: Sequence[str | int], names: Sequence[str] | None = None) -> Source:
         """Make a source of L2-normalised image features.
 
@@ -166,6 +257,37 @@ class Source:
                 for i in (rng.sample(members, shots) if len(members) >= shots else members)
             ]
         )
+
+
+def _base_dataset(dataset: Any) -> Any:
+    """The dataset that a `torch.utils.data.Subset`, or a subset of one, was taken from."""
+    while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _torchvision_labels(dataset: Any) -> Sequence[Any]:
+    """The labels of a dataset, without reading its images where it lists them."""
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        labels = _torchvision_labels(dataset.dataset)
+        return [labels[i] for i in dataset.indices]
+    for name in ("targets", "labels", "_labels"):
+        if (listed := getattr(dataset, name, None)) is not None and len(listed) == len(dataset):
+            return listed.tolist() if hasattr(listed, "tolist") else listed  # type: ignore[no-any-return]
+    return [dataset[i][1] for i in range(len(dataset))]
+
+
+def _column(features: Any, name: str | None, kind: str, usual: Sequence[str]) -> str:
+    """The column of a Hugging Face dataset with a name, or else of a type, or else with a usual name."""
+    if name is not None:
+        if name not in features:
+            raise SelfTPTError(f"the dataset has no column {name!r}: it has {', '.join(features)}")
+        return name
+    found = [column for column, feature in features.items() if type(feature).__name__ == kind]
+    found = found if len(found) == 1 else [column for column in usual if column in features]
+    if not found:
+        raise SelfTPTError(f"which column is the {usual[0]}? The dataset has {', '.join(features)}: name one")
+    return str(found[0])
 
 
 def _indexed(

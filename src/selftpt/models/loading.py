@@ -29,7 +29,7 @@ from selftpt.models.building import (
     load_weights,
     out_of_memory,
 )
-from selftpt.models.model import PRECISIONS, RANDOM, Model, ModelId
+from selftpt.models.model import PRECISIONS, RANDOM, Model, ModelId, check_device
 
 EMBEDDED = "selftpt-tiny"  # comes with the package: docs/embedded-model.md
 EMBEDDED_FILES = Path(__file__).parents[1] / "embedded"
@@ -112,10 +112,7 @@ def load_model(
     if precision not in PRECISIONS:
         raise SelfTPTError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
     device = device or best_device()
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SelfTPTError(f"the device {device!r} cannot be used here: choose cpu, cuda or mps") from error
+    check_device(device)
     source = _find(name, pretrained)
     try:
         # Inference tensors could not be trained with later; a default device must not change the random weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,13 @@ TEXT_CHUNK = 256  # sentences that run at once
 
 @dataclass(frozen=True)
 class ModelId:
-    """Which model a file was made with. `digest` tells weights and architecture; random weights mean nothing."""
+    """Identifies a model in files and messages.
+
+    Attributes:
+        name: The model's name in open_clip, a repository, a folder, or the embedded model.
+        pretrained: The name of its weights, or None if the name implies them.
+        digest: A digest of architecture and weights.
+    """
 
     name: str
     pretrained: str | None
@@ -33,6 +40,7 @@ class ModelId:
 
     @property
     def random_init(self) -> bool:
+        """Whether the weights are randomly initialised, so that predictions are meaningless."""
         return self.pretrained == RANDOM
 
     def __str__(self) -> str:
@@ -48,15 +56,19 @@ class ModelId:
 
 
 class Model:
-    """A frozen vision-language model.
+    """A frozen vision-language model; `load_model` makes one.
 
     Attributes:
-        clip: The model of open_clip.
+        clip: The open_clip model.
+        id: Its name, pretrained weights and digest.
         text: Its text tower.
         image: Its image tower.
-        dimension: D, that of the features.
-        scale: 1 / τ of Eq. 1.
-        encoded: How many images and views have passed the image tower to be kept (`selftpt.data.features`).
+        dimension: D, the dimension of the features.
+        scale: 1 / τ of Eq. 1, CLIP's logit scale.
+        device: The device of the weights.
+        precision: The precision of the image tower.
+        preprocess: The preprocessing of images.
+        encoded: The number of views that `selftpt.data.features.FeatureProvider` has encoded with this model.
     """
 
     def __init__(self, clip: Any, tokenizer: Any, id: ModelId, dimension: int, device: str, precision: str) -> None:
@@ -69,6 +81,35 @@ class Model:
         self.scale = float(clip.logit_scale.exp())
         self.preprocess = Preprocess.of(clip.visual.preprocess_cfg)
         self.encoded = 0
+        self._tokenizer = tokenizer
+
+    def __repr__(self) -> str:
+        return f"Model({self.id}, dimension={self.dimension}, device={self.device}, precision={self.precision})"
+
+    def to(self, device: str | torch.device) -> Model:
+        """The model on a device.
+
+        Like `torch.Tensor.to`, this returns a copy and leaves the model unchanged, because other threads may use it.
+
+        Args:
+            device: `"cpu"`, `"cuda"`, `"mps"` or a `torch.device`.
+
+        Returns:
+            A copy on the device; the model itself if it is there already.
+
+        Raises:
+            SelfTPTError: The device is not available.
+
+        Example:
+            >>> import selftpt
+            >>> model = selftpt.load_model(device="cpu")
+            >>> model.to("cpu") is model
+            True
+        """
+        if check_device(device) == check_device(self.device):
+            return self
+        clip = copy.deepcopy(self.clip)
+        return Model(clip, self._tokenizer, self.id, self.dimension, str(device), self.precision)
 
     def encode_image(self, pixels: Tensor, prompts: LayerPrompts | None = None, *, normalize: bool = False) -> Tensor:
         """Image features, differentiable with respect to float pixels and prompts.
@@ -133,6 +174,18 @@ class Model:
             features = self.encode_image(pixels, normalize=True)
         with torch.inference_mode(False):
             return features.clone()
+
+
+def check_device(device: str | torch.device) -> torch.device:
+    """The device with its index.
+
+    Raises:
+        SelfTPTError: The device is not available.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SelfTPTError(f"the device {str(device)!r} cannot be used here: choose cpu, cuda or mps") from error
 
 
 def _to(prompts: LayerPrompts | None, device: torch.device) -> LayerPrompts | None:
