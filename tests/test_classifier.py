@@ -1,4 +1,4 @@
-"""Stage 3: images to predictions, in any company, and Self-TPT-v."""
+"""Stage 3: `Classifier.predict`, `iter_predict` and `predict_proba`, Self-TPT-v, and classifier files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import json
 import math
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -39,22 +40,23 @@ NAMES = ("cat", "dog", "Éléphant", "猫", "fish")
 
 @functools.cache
 def classifier() -> Classifier:
-    """Class vectors along which images differ, for a random model sees little difference between them."""
-    eyes = model()
-    features = eyes.encode_images(torch.stack([eyes.preprocess(image_files.noise(100 + i)) for i in range(len(NAMES))]))
+    """A classifier whose class vectors separate images, which text features of a random model do not."""
+    own = model()
+    features = own.encode_images(torch.stack([own.preprocess(image_files.noise(100 + i)) for i in range(len(NAMES))]))
     weights = F.normalize(features - features.mean(0), dim=-1)
-    return Classifier(NAMES, weights, eyes.scale, eyes.id, {"made": "by hand"}, eyes)
+    return Classifier(NAMES, weights, own.scale, own.id, {"note": "a test"}, own)
 
 
-def whole(prediction: Prediction) -> Tensor:
+def probabilities_of(prediction: Prediction) -> Tensor:
     """The probabilities in the order of the classes."""
     assert prediction.names == tuple(NAMES[i] for i in prediction.labels)
     assert list(prediction.probabilities) == sorted(prediction.probabilities, reverse=True)
     return torch.tensor([prediction.probabilities[prediction.labels.index(i)] for i in range(len(NAMES))])
 
 
-def table(predictions: Iterator[Prediction]) -> Tensor:
-    return torch.stack([whole(prediction) for prediction in predictions])
+def matrix(predictions: Iterable[Prediction]) -> Tensor:
+    """Probabilities [N, C] in the order of the classes."""
+    return torch.stack([probabilities_of(prediction) for prediction in predictions])
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +64,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return image_files.noises(tmp_path_factory.mktemp("images"), 7)
 
 
-def failing(error: ImageError) -> None:
-    raise AssertionError(error)
-
-
 def views(count: int, **more: Any) -> PredictConfig:
     return PredictConfig(views=count, **more)
 
 
 def test_probabilities_are_those_of_equation_1(paths: list[Path]) -> None:
-    """Worked out one by one, with open_clip's own preprocessing and tower."""
+    """Computed one image at a time with open_clip's preprocessing and image tower."""
     made, clip = classifier(), small("vit").clip
     transform = image_transform_v2(PreprocessCfg(size=32), is_train=False)
     rows = []
@@ -85,69 +83,111 @@ def test_probabilities_are_those_of_equation_1(paths: list[Path]) -> None:
         total = sum(math.exp(logit) for logit in logits)
         rows.append([math.exp(logit) / total for logit in logits])
         assert prediction.path == str(path)
-        torch.testing.assert_close(whole(prediction), torch.tensor(rows[-1]), rtol=0, atol=1e-5)
-    assert (torch.tensor(rows).std(0) > 1e-2).all(), "all images look the same to this model"
+        torch.testing.assert_close(probabilities_of(prediction), torch.tensor(rows[-1]), rtol=0, atol=1e-5)
+    assert (torch.tensor(rows).std(0) > 1e-2).all(), "the model does not distinguish the images"
 
 
-def test_every_kind_of_image(paths: list[Path]) -> None:
-    """Alone or in a list, the same image has the same answer; only a path is told again."""
+def test_every_kind_of_image_gives_the_same_prediction(paths: list[Path]) -> None:
+    """One image gives one prediction, a list gives a list; only a path is reported as a path."""
     made, path = classifier(), paths[1]
     image = open_image(path)
-    pixels = torch.tensor(list(image.tobytes()), dtype=torch.uint8).view(*image.size[::-1], 3).permute(2, 0, 1)
-    seen = model().preprocess.normalize(model().preprocess(image)[None])[0]
-    wanted = table(made.predict([path]))
-    for given_, told in ((str(path), str(path)), (path, str(path)), (image, None), (pixels, None), (seen, None)):
-        for images_ in (given_, [given_], iter([given_])):
-            (found,) = made.predict(images_, on_error=failing)
-            assert found.path == told
-            torch.testing.assert_close(whole(found)[None], wanted, rtol=0, atol=1e-6)
-    many = torch.stack([pixels, pixels.flip(1)])
-    found = table(made.predict(many))
-    assert len(found) == 2
-    torch.testing.assert_close(found[:1], wanted, rtol=0, atol=1e-6)
+    array = np.asarray(image)
+    pixels = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    normalized = model().preprocess.normalize(model().preprocess(image)[None])[0]
+    expected = matrix(made.predict([path]))
+    inputs: list[tuple[Any, str | None]] = [(str(path), str(path)), (path, str(path))]
+    inputs += [(image, None), (array, None), (pixels, None), (normalized, None)]
+    for given_image, reported in inputs:
+        single = made.predict(given_image)
+        assert isinstance(single, Prediction)
+        for found in (single, *made.predict([given_image]), *made.predict(iter([given_image]))):
+            assert found.path == reported
+            torch.testing.assert_close(probabilities_of(found)[None], expected, rtol=0, atol=1e-6)
+    for batch in (torch.stack([pixels, pixels.flip(1)]), np.stack([array, array[::-1]])):
+        found = made.predict(batch)
+        assert [p.index for p in found] == [0, 1]
+        torch.testing.assert_close(matrix(found[:1]), expected, rtol=0, atol=1e-6)
+
+
+def test_an_array_of_paths_is_a_list_of_images(paths: list[Path]) -> None:
+    expected = classifier().predict(paths)
+    assert classifier().predict(np.array([str(path) for path in paths])) == expected
+    assert classifier().predict(np.array(paths, dtype=object)) == expected
+
+
+def test_a_prediction_names_its_best_class(paths: list[Path]) -> None:
+    prediction = classifier().predict(paths[2], top=2)
+    assert (prediction.name, prediction.probability) == (prediction.names[0], prediction.probabilities[0])
+    assert repr(prediction) == f"Prediction({prediction.name!r}, {prediction.probability:.1%}, path={str(paths[2])!r})"
+
+
+def test_predict_proba_is_in_input_order_with_nan_for_unusable_images(paths: list[Path], tmp_path: Path) -> None:
+    made, errors = classifier(), list[ImageError]()
+    mixed = [paths[0], tmp_path / "none.jpg", paths[1]]
+    found = made.predict_proba(mixed, on_error=errors.append)
+    assert (found.shape, found.dtype) == ((3, len(NAMES)), np.float32)
+    assert np.isnan(found).tolist() == [[False] * 5, [True] * 5, [False] * 5]
+    torch.testing.assert_close(torch.from_numpy(found[[0, 2]]), matrix(made.predict(paths[:2])), rtol=0, atol=1e-6)
+    assert len(errors) == 1
+    assert made.predict_proba(paths[0]).shape == (1, len(NAMES))
+    assert made.predict_proba([]).shape == (0, len(NAMES))
+    with pytest.raises(SelfTPTError, match=r"none\.jpg: no such file"):
+        made.predict_proba(tmp_path / "none.jpg")
+
+
+def test_predictions_keep_the_position_of_their_image(paths: list[Path], tmp_path: Path) -> None:
+    mixed = [tmp_path / "none.jpg", paths[0], paths[1]]
+    found = classifier().predict(mixed, on_error=lambda error: None)
+    assert [(p.index, p.path) for p in found] == [(1, str(paths[0])), (2, str(paths[1]))]
+
+
+@pytest.mark.parametrize("images", [5, None, b"a.jpg", 1.5])
+@pytest.mark.parametrize("method", ["predict", "iter_predict", "predict_proba"])
+def test_input_that_is_no_image_is_refused_at_the_call(images: Any, method: str) -> None:
+    with pytest.raises(SelfTPTError, match=f"images must be .* not {type(images).__name__}"):
+        getattr(classifier(), method)(images)
 
 
 @pytest.mark.parametrize(("count", "batch", "sizes"), [(1, 3, [3, 3, 1]), (4, 8, [8, 8, 8, 4]), (5, 2, [2, 2, 1] * 7)])
-def test_no_more_than_a_batch_at_once(
+def test_the_image_tower_encodes_at_most_one_batch(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, count: int, batch: int, sizes: list[int]
 ) -> None:
-    seen, eyes = [], model()
-    encode = eyes.encode_images
-    monkeypatch.setattr(eyes, "encode_images", lambda pixels: seen.append(len(pixels)) or encode(pixels))
-    list(classifier().predict(paths, config=views(count, batch=batch)))
-    assert seen == sizes
+    encoded, own = [], model()
+    encode = own.encode_images
+    monkeypatch.setattr(own, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels))
+    classifier().predict(paths, config=views(count, batch=batch))
+    assert encoded == sizes
 
 
-def test_images_as_a_person_sees_them(tmp_path: Path) -> None:
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     stored, exif = image_files.turned(image_files.noise(0, 50, 30), 6)
     stored.save(tmp_path / "turned.png", exif=exif)
-    found = table(classifier().predict([tmp_path / "turned.png", image_files.noise(0, 50, 30), stored]))
+    found = matrix(classifier().predict([tmp_path / "turned.png", image_files.noise(0, 50, 30), stored]))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
     assert (found[0] - found[2]).abs().max() > 1e-3
 
 
-def test_floats_in_the_company_of_others(paths: list[Path]) -> None:
-    """What is normalised already stays so, and the rest of its batch is still normalised."""
-    made, seen = classifier(), model().preprocess
-    floats = [seen.normalize(seen(open_image(path))[None])[0] for path in paths]
-    company: list[Any] = [paths[0], floats[1], open_image(paths[2]), floats[3].double(), paths[4], *floats[5:]]
-    torch.testing.assert_close(table(made.predict(company)), table(made.predict(paths)), rtol=0, atol=1e-6)
+def test_preprocessed_tensors_can_share_a_batch_with_files(paths: list[Path]) -> None:
+    made, preprocess = classifier(), model().preprocess
+    floats = [preprocess.normalize(preprocess(open_image(path))[None])[0] for path in paths]
+    mixed: list[Any] = [paths[0], floats[1], open_image(paths[2]), floats[3].double(), paths[4], *floats[5:]]
+    torch.testing.assert_close(matrix(made.predict(mixed)), matrix(made.predict(paths)), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_one_answer_in_any_company(paths: list[Path], count: int, batch: int) -> None:
+def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(paths: list[Path], count: int, batch: int) -> None:
     made = classifier()
-    alone = torch.cat([table(made.predict(path, config=views(count))) for path in paths])
-    together = table(made.predict(paths, config=views(count, batch=batch)))
+    alone = matrix(made.predict(path, config=views(count)) for path in paths)
+    together = matrix(made.predict(paths, config=views(count, batch=batch)))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
-    backwards = table(made.predict(paths[::-1], config=views(count, batch=batch)))
+    backwards = matrix(made.predict(paths[::-1], config=views(count, batch=batch)))
     torch.testing.assert_close(backwards.flip(0), alone, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("count", "batch", "at_once"), [(1, 4, 4), (8, 16, 2), (8, 4, 1)])
-def test_images_are_taken_as_they_are_needed(count: int, batch: int, at_once: int) -> None:
-    """Of endless images, some answers: a batch is looked at while two more are got ready."""
+def test_iter_predict_reads_images_as_they_are_needed(count: int, batch: int, at_once: int) -> None:
+    """An endless input works: while one batch is encoded, two more are prepared."""
     taken = []
 
     def endless() -> Iterator[Image.Image]:
@@ -155,17 +195,17 @@ def test_images_are_taken_as_they_are_needed(count: int, batch: int, at_once: in
             taken.append(seed)
             yield image_files.noise(seed % 5)
 
-    predictions = classifier().predict(endless(), config=views(count, batch=batch))
+    predictions = classifier().iter_predict(endless(), config=views(count, batch=batch))
     assert taken == []
     next(predictions)
     assert len(taken) == 3 * at_once
-    found = table(itertools.islice(predictions, 10))
-    predictions.close()
+    found = matrix(itertools.islice(predictions, 10))
+    predictions.close()  # type: ignore[attr-defined]
     torch.testing.assert_close(found[:5], found[5:], rtol=0, atol=1e-6)
 
 
-def test_order_is_kept_when_images_are_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first is not ready before the second, where there are threads for both."""
+def test_order_is_kept_when_an_image_is_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first image is decoded after the second, if there are threads for both."""
     second, real = threading.Event(), selftpt.data.views.open_image
 
     def slow(source: Any, *limits: Any) -> Image.Image:
@@ -180,7 +220,7 @@ def test_order_is_kept_when_images_are_slow(paths: list[Path], monkeypatch: pyte
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
-def test_bad_images_are_told_and_left_out(tmp_path: Path, paths: list[Path], batch: int) -> None:
+def test_unusable_images_are_reported_and_left_out(tmp_path: Path, paths: list[Path], batch: int) -> None:
     text, strip = tmp_path / "text.jpg", tmp_path / "strip.png"
     text.write_text("no image")
     Image.new("1", (30_000, 1)).save(strip)
@@ -196,61 +236,58 @@ def test_bad_images_are_told_and_left_out(tmp_path: Path, paths: list[Path], bat
         torch.zeros(3, 9, 9),
     ]
     mix = [item for pair in itertools.zip_longest(bad, paths) for item in pair if item is not None]
-    told: list[str] = []
-    found = list(classifier().predict(mix, config=PredictConfig(batch=batch), on_error=lambda e: told.append(str(e))))
+    errors: list[str] = []
+    config = PredictConfig(batch=batch)
+    found = classifier().predict(mix, config=config, on_error=lambda error: errors.append(str(error)))
     assert [p.path for p in found] == [str(path) for path in paths]
-    torch.testing.assert_close(table(iter(found)), table(classifier().predict(paths)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(matrix(found), matrix(classifier().predict(paths)), rtol=0, atol=1e-6)
     words = [str(text), "30000 x 1", "none.jpg: no such file", "0 x 0"]
     words += ["9 x 0", "[1, 9, 9]", "[9, 9]", "int64", "[3, 32, 32]"]
-    assert len(told) == len(bad)
-    for line, word in zip(told, words, strict=True):
+    assert len(errors) == len(bad)
+    for line, word in zip(errors, words, strict=True):
         assert word in line
         assert "\n" not in line
 
 
-def test_folders_and_patterns_stand_for_the_images_in_them(paths: list[Path]) -> None:
+def test_folders_and_patterns_are_expanded(paths: list[Path]) -> None:
     folder = paths[0].parent
     inside = [str(path) for path in sorted(paths)]
     assert [p.path for p in classifier().predict(folder)] == inside
     assert [p.path for p in classifier().predict([f"{folder}/*", paths[0]])] == [*inside, str(paths[0])]
 
 
-def test_bad_images_alone(tmp_path: Path) -> None:
-    """By default they are warned of; nothing is answered."""
+def test_an_unusable_image_of_a_list_is_a_warning_by_default(tmp_path: Path) -> None:
     with pytest.warns(SelfTPTWarning, match=r"none\.jpg: no such file"):
-        assert list(classifier().predict(tmp_path / "none.jpg")) == []
+        assert classifier().predict([tmp_path / "none.jpg"]) == []
 
 
-def test_large_images_by_the_setting(paths: list[Path]) -> None:
-    told: list[ImageError] = []
-    found = classifier().predict(paths[0], config=PredictConfig(max_megapixels=1e-3), on_error=told.append)
-    assert list(found) == []
-    assert "over the limit of 0.001" in str(told[0])
-
-
-def test_floats_have_no_further_views() -> None:
-    told: list[ImageError] = []
-    assert list(classifier().predict(torch.zeros(3, 32, 32), config=views(2), on_error=told.append)) == []
-    assert "there are no crops" in str(told[0])
+def test_a_single_unusable_image_is_an_error(tmp_path: Path, paths: list[Path]) -> None:
+    for image, config, words in (
+        (tmp_path / "none.jpg", None, r"none\.jpg: no such file"),
+        (paths[0], PredictConfig(max_megapixels=1e-3), "over the limit of 0.001"),
+        (torch.zeros(3, 32, 32), views(2), "there are no crops"),
+    ):
+        with pytest.raises(SelfTPTError, match=words):
+            classifier().predict(image, config=config)
 
 
 @pytest.mark.parametrize(("top", "count"), [(1, 1), (3, 3), (5, 5), (99, 5)])
-def test_how_many_classes_are_named(paths: list[Path], top: int, count: int) -> None:
+def test_top_limits_the_classes_of_a_prediction(paths: list[Path], top: int, count: int) -> None:
     made = classifier()
-    everything = list(made.predict(paths))
+    everything = made.predict(paths)
     for found in (made.predict(paths, top=top), made.predict(paths, config=PredictConfig(top=top))):
         for prediction, full in zip(found, everything, strict=True):
             assert prediction.names == full.names[:count]
             assert prediction.labels == full.labels[:count]
             assert prediction.probabilities == pytest.approx(full.probabilities[:count], abs=1e-6)
     assert abs(sum(everything[0].probabilities) - 1) < 1e-6
-    (named,) = made.predict(paths[0], top=2, config=PredictConfig(top=4))
-    assert len(named.names) == 2
+    assert len(made.predict(paths[0], top=2, config=PredictConfig(top=4)).names) == 2
 
 
-def test_no_classes_are_not_named(paths: list[Path]) -> None:
-    with pytest.raises(SelfTPTError, match="top must be an integer above 0"):
-        list(classifier().predict(paths, top=0))
+def test_an_invalid_top_is_refused_at_the_call(paths: list[Path]) -> None:
+    for method in (classifier().predict, classifier().iter_predict):
+        with pytest.raises(SelfTPTError, match="top must be an integer above 0"):
+            method(paths, top=0)
 
 
 # Self-TPT-v
@@ -272,23 +309,23 @@ def test_the_first_view_is_the_image_itself() -> None:
     assert torch.equal(make_views(image, views(1)), made[:1])
 
 
-def test_views_are_told_by_the_seed(paths: list[Path]) -> None:
+def test_views_depend_on_the_seed(paths: list[Path]) -> None:
     made = classifier()
-    first = table(made.predict(paths, config=views(4, seed=1)))
-    assert torch.equal(first, table(made.predict(paths, config=views(4, seed=1))))
-    other = table(made.predict(paths, config=views(4, seed=2)))
+    first = matrix(made.predict(paths, config=views(4, seed=1)))
+    assert torch.equal(first, matrix(made.predict(paths, config=views(4, seed=1))))
+    other = matrix(made.predict(paths, config=views(4, seed=2)))
     assert ((first - other).abs().amax(1) > 1e-5).all()
 
 
 @pytest.mark.parametrize("confidence_ratio", [1.0, 0.5, 0.1])
 def test_views_are_merged(paths: list[Path], confidence_ratio: float) -> None:
-    """All of them, half, or one: each looked at alone, then merged by hand."""
-    made, eyes, config = classifier(), model(), views(8, confidence_ratio=confidence_ratio)
+    """Each view is classified on its own; all, half or one of them are averaged."""
+    made, own, config = classifier(), model(), views(8, confidence_ratio=confidence_ratio)
     for path, found in zip(paths, made.predict(paths, config=config), strict=True):
-        rows = [made.probabilities(eyes.encode_images(view[None]))[0] for view in make_views(path, config)]
+        rows = [made.probabilities(own.encode_images(view[None]))[0] for view in make_views(path, config)]
         rows.sort(key=lambda row: -sum(p * math.log(p) for p in row.tolist()))
         chosen = rows[: {1.0: 8, 0.5: 4, 0.1: 1}[confidence_ratio]]
-        torch.testing.assert_close(whole(found), torch.stack(chosen).mean(0), rtol=0, atol=1e-6)
+        torch.testing.assert_close(probabilities_of(found), torch.stack(chosen).mean(0), rtol=0, atol=1e-6)
 
 
 @settings(max_examples=200, deadline=None)
@@ -299,8 +336,9 @@ def test_views_are_merged(paths: list[Path], confidence_ratio: float) -> None:
     confidence_ratio=st.floats(0.01, 1),
     seed=st.integers(0, 10**6),
 )
-def test_merging(shape: list[int], count: int, classes: int, confidence_ratio: float, seed: int) -> None:
-    """The mean over the views of least entropy, one or more; probabilities may be 0."""
+def test_merged_views_equal_the_mean_over_those_of_lowest_entropy(
+    shape: list[int], count: int, classes: int, confidence_ratio: float, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(*shape, count, classes, generator=generator, dtype=torch.float64)
     sharpness = torch.tensor([0.1, 1, 5000])[torch.randint(3, (*shape, count, 1), generator=generator)]
@@ -308,16 +346,16 @@ def test_merging(shape: list[int], count: int, classes: int, confidence_ratio: f
     found = merge_views(probabilities, confidence_ratio)
     assert found.shape == (*shape, classes)
     for rows, merged in zip(probabilities.view(-1, count, classes).tolist(), found.view(-1, classes), strict=True):
-        told = sorted((-sum(p * math.log(p) for p in row if p > 0), i) for i, row in enumerate(rows))
+        ranked = sorted((-sum(p * math.log(p) for p in row if p > 0), i) for i, row in enumerate(rows))
         keep = max(1, int(confidence_ratio * count))
-        if keep < count and told[keep][0] - told[keep - 1][0] < 1e-9:
-            continue  # a tie: either will do
-        chosen = [rows[i] for _, i in told[:keep]]
-        wanted = [sum(column) / keep for column in zip(*chosen, strict=True)]
-        assert merged.tolist() == pytest.approx(wanted, abs=1e-9)
+        if keep < count and ranked[keep][0] - ranked[keep - 1][0] < 1e-9:
+            continue  # a tie: either view may be kept
+        chosen = [rows[i] for _, i in ranked[:keep]]
+        expected = [sum(column) / keep for column in zip(*chosen, strict=True)]
+        assert merged.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_certain_view_is_the_most_confident() -> None:
+def test_a_view_with_probability_one_has_the_lowest_entropy() -> None:
     merged = merge_views(torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.0, 1.0], [0.4, 0.3, 0.3], [0.9, 0.1, 0.0]]), 0.25)
     assert merged.tolist() == [0, 0, 1]
 
@@ -325,20 +363,20 @@ def test_a_certain_view_is_the_most_confident() -> None:
 # Files
 
 
-def test_saved_and_loaded(tmp_path: Path, paths: list[Path]) -> None:
+def test_a_loaded_classifier_equals_the_saved_one(tmp_path: Path, paths: list[Path]) -> None:
     made, file = classifier(), tmp_path / "new" / "five.safetensors"
     made.save(file)
     for loaded in (Classifier.load(file, model()), Classifier.load(str(file), model())):
         assert (loaded.names, loaded.scale, loaded.model_id) == (made.names, made.scale, made.model_id)
-        assert loaded.origin == {"made": "by hand"}
+        assert loaded.origin == {"note": "a test"}
         assert torch.equal(loaded.weights, made.weights)
-        assert list(loaded.predict(paths)) == list(made.predict(paths))
+        assert loaded.predict(paths) == made.predict(paths)
     assert read_file(file)[0]["random_init"] is True
     assert list(file.parent.iterdir()) == [file]
 
 
 def test_another_model_is_refused(tmp_path: Path, paths: list[Path]) -> None:
-    """By the names of both, when the file is read and when it is used."""
+    """When the file is read and when it is used; the message names both models."""
     file = tmp_path / "five.safetensors"
     classifier().save(file)
     other = model("one-layer")
@@ -347,10 +385,10 @@ def test_another_model_is_refused(tmp_path: Path, paths: list[Path]) -> None:
         Classifier.load(file, other)
     assert str(file) in str(caught.value)
     with pytest.raises(SelfTPTError, match=both):
-        list(dataclasses.replace(classifier(), model=other).predict(paths))
+        dataclasses.replace(classifier(), model=other).predict(paths)
 
 
-def test_the_model_it_names_is_loaded_when_needed(
+def test_the_recorded_model_is_loaded_when_it_is_needed(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, asked = tmp_path / "five.safetensors", []
@@ -364,18 +402,18 @@ def test_the_model_it_names_is_loaded_when_needed(
     loaded = Classifier.load(file)
     assert loaded.model is None
     assert asked == []
-    assert list(loaded.predict(paths)) == list(classifier().predict(paths))
+    assert loaded.predict(paths) == classifier().predict(paths)
     assert asked == [("vit", "random")]
-    stranger = dataclasses.replace(loaded, model_id=ModelId("vit", "random", "0" * 32))
-    with pytest.raises(SelfTPTError, match="was made with vit"):  # of that name, but of other weights
-        list(stranger.predict(paths))
+    other = dataclasses.replace(loaded, model_id=ModelId("vit", "random", "0" * 32))
+    with pytest.raises(SelfTPTError, match="was made with vit"):  # the same name, other weights
+        other.predict(paths)
 
 
 def test_a_classifier_file_does_not_load_a_model_that_is_not_published(tmp_path: Path, paths: list[Path]) -> None:
     file = tmp_path / "five.safetensors"
     dataclasses.replace(classifier(), model_id=ModelId("hf-hub:org/repo", None, "0" * 32)).save(file)
     with pytest.raises(SelfTPTError, match=r"hf-hub:org/repo.*only when you name it.*load_model\('hf-hub:org/repo'\)"):
-        list(Classifier.load(file).predict(paths))
+        Classifier.load(file).predict(paths)
 
 
 @pytest.mark.parametrize("change", [{"name": ["a"]}, {"pretrained": 3}, {"digest": None}, {"name": None}])
@@ -390,7 +428,7 @@ def test_a_model_in_a_file_is_described_by_strings(tmp_path: Path, change: dict[
 
 
 @pytest.mark.parametrize("part", ["model", "names", "scale", "origin", "weights"])
-def test_files_with_parts_missing(tmp_path: Path, part: str) -> None:
+def test_a_file_with_missing_parts_is_refused(tmp_path: Path, part: str) -> None:
     file = tmp_path / "five.safetensors"
     classifier().save(file)
     header, tensors = read_file(file)
@@ -460,14 +498,14 @@ def test_a_classifier_of_the_first_format_is_read(tmp_path: Path) -> None:
     assert torch.equal(loaded.weights, made.weights)
 
 
-def test_what_could_not_be_read_is_not_saved(tmp_path: Path) -> None:
+def test_invalid_weights_are_not_saved(tmp_path: Path) -> None:
     for weights in (torch.full((5, 24), math.nan), torch.zeros(5, 24).half()):
         with pytest.raises(SelfTPTError, match="cannot write"):
             dataclasses.replace(classifier(), weights=weights).save(tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_is_no_classifier(tmp_path: Path) -> None:
+def test_a_prompt_file_is_not_loaded_as_a_classifier(tmp_path: Path) -> None:
     file = tmp_path / "p.safetensors"
     write_tensors(file, "prompt", {"context": torch.zeros(2, 4)}, {})
     with pytest.raises(SelfTPTError, match="holds a prompt, not a classifier"):
