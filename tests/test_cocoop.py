@@ -20,7 +20,7 @@ from selftpt.models.tokenizer import tokenize
 from tests.helpers.methods import OTHERS, PLAIN, changed, check_method, learned, make_context, train_data, words
 from tests.helpers.models import Small, random_prompt, relative, small
 from tests.oracle import cocoop
-from tests.oracle.descent import descend
+from tests.oracle.reference_sgd import minimise
 from tests.test_objective import NAMES, SCALE, batch_of
 
 
@@ -86,7 +86,7 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkey
     network = initial_network(d, width, torch.Generator().manual_seed(1))
     start = [words(exact, "a photo of a"), *network]
     features, labels = train_data(context, settings.learn)
-    wanted = descend(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
+    wanted = minimise(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
     found = learned(COCOOP, settings, context)
     for name, tensor, before in zip(("context", *Head._fields), wanted, start, strict=True):
         assert (found[name] - tensor).norm() < 2e-4 * tensor.norm(), name

@@ -21,8 +21,8 @@ from selftpt.methods.selection import configure
 from selftpt.prompt import initial_context
 from tests.helpers.methods import changed, make_context, train_data
 from tests.helpers.models import model, small
-from tests.oracle import plain
-from tests.oracle.descent import descend
+from tests.oracle import reference
+from tests.oracle.reference_sgd import minimise
 
 
 def context_of(shots: int, classes: int) -> FitContext:
@@ -79,12 +79,12 @@ def test_training_equals_plain_steps_in_batches_of_the_recipe(tmp_path: Path) ->
 
     def gradients(parameters: Any, images: Tensor, labels: Tensor) -> list[Tensor]:
         p = parameters[0].detach().clone().requires_grad_()
-        classes = plain.encode(exact, "end", names, p)
-        return list(torch.autograd.grad(plain.cross_entropy(images, classes, labels, 1 / context.model.scale), p))
+        classes = reference.encode(exact, "end", names, p)
+        return list(torch.autograd.grad(reference.cross_entropy(images, classes, labels, 1 / context.model.scale), p))
 
     start = torch.empty(2, 32).normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     data = train_data(context, train_config(context, config))
-    (wanted,) = descend([start], gradients, *data, epochs=3, batch=9, lr=0.05, warmup=0.01)
+    (wanted,) = minimise([start], gradients, *data, epochs=3, batch=9, lr=0.05, warmup=0.01)
     found = COOP.fit(context, config).tensors["context"]
     assert (found - wanted).norm() < 2e-4 * wanted.norm()
     assert (wanted - start).norm() > 0.1 * wanted.norm()

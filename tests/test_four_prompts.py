@@ -17,7 +17,7 @@ from selftpt.methods.four_prompts import FOUR_PROMPTS, FourPromptsConfig
 from tests.helpers.methods import OTHERS, changed, check_method, learned, make_context, train_data, words
 from tests.helpers.models import relative, small
 from tests.oracle import four_prompts
-from tests.oracle.descent import descend
+from tests.oracle.reference_sgd import minimise
 from tests.oracle.four_prompts import PLACES
 
 TEMPLATE = "a centered photo of {}, in the rain."
@@ -41,7 +41,7 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
         return [torch.autograd.grad(found[place], contexts[place])[0] for place in PLACES]
 
     start = words(exact, "a photo of a")
-    wanted = descend(
+    wanted = minimise(
         [start] * 3, gradients, *train_data(context, settings.learn), epochs=2, batch=4, lr=0.02, warmup=0.01
     )
     found = learned(FOUR_PROMPTS, settings, context)

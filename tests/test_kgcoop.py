@@ -21,8 +21,8 @@ from selftpt.models.tokenizer import tokenize
 from selftpt.objective import prompt_gradient
 from tests.helpers.methods import OTHERS, changed, check_method, learned, make_context, train_data, words
 from tests.helpers.models import random_prompt, relative, small
-from tests.oracle import kgcoop, plain
-from tests.oracle.descent import descend
+from tests.oracle import kgcoop, reference
+from tests.oracle.reference_sgd import minimise
 from tests.test_objective import NAMES, SCALE, batch_of
 
 TEMPLATE = "a centered photo of {}, in the rain."
@@ -72,7 +72,7 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
         return list(torch.autograd.grad(value, p))
 
     start = words(exact, "a photo of a")
-    (wanted,) = descend(
+    (wanted,) = minimise(
         [start], gradients, *train_data(context, settings.learn), epochs=3, batch=4, lr=0.02, warmup=0.01
     )
     found = learned(KGCOOP, settings, context)["context"]
@@ -80,7 +80,7 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
     assert (wanted - start).norm() > 1e-2
     classifier = KGCOOP.fit(context, settings).for_classes(OTHERS, "{} texture.").classifier
     assert isinstance(classifier, Classifier)
-    classes = plain.encode(exact, "end", OTHERS, found.double())
+    classes = reference.encode(exact, "end", OTHERS, found.double())
     assert relative(classifier.weights, classes / classes.norm(dim=-1, keepdim=True)) < 1e-4
     classifier.save(tmp_path / "classifier")
     assert Classifier.load(tmp_path / "classifier").origin["settings"]["template"] == TEMPLATE
@@ -93,7 +93,7 @@ def test_the_weight_holds_it_near(tmp_path: Path) -> None:
         settings = changed(KgcoopConfig(weight=weight), epochs=8, batch=9, warmup_lr=0.002, words="kite")
         classifier: Any = KGCOOP.fit(make_context(tmp_path), settings).for_classes(NAMES, "{}").classifier
         model = small("vit")
-        hand = plain.encode(model, "hand_crafted", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
+        hand = reference.encode(model, "hand_crafted", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
         far.append(distance(classifier.weights, hand).item())
     assert far[0] > far[1] > far[2]
 

@@ -38,7 +38,7 @@ from tests.helpers.folders import make_photos
 from tests.helpers.methods import check_single_steps, make_context, raise_error
 from tests.helpers.models import KINDS, SPECS, Small, model, names_of, random_prompt, relative, small
 from tests.oracle import lasp as oracle
-from tests.oracle import plain
+from tests.oracle import reference
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog etc."]  # of the last, CLIP joins both full stops in one token
 TEMPLATES = ("a photo of the {}.", "{} in the snow", "a blue {}.")
@@ -300,8 +300,8 @@ def test_predictor_is_the_tuned_tower_and_the_classifier(tmp_path: Path) -> None
     prompt, bias = norms.pop("context"), norms.pop("bias")
     pixels = pixels_of(model(), 4).unflatten(0, (2, 2))
     images = oracle.images(small("vit"), norms, pixels.flatten(0, 1))
-    weights = [oracle.unit(w + bias[0]) for w in plain.encode(small("vit"), "end", ["cat", "dog"], prompt)]
-    wanted = plain.probabilities(images, torch.stack(weights), 1 / model().scale).unflatten(0, (2, 2)).mean(1)
+    weights = [oracle.unit(w + bias[0]) for w in reference.encode(small("vit"), "end", ["cat", "dog"], prompt)]
+    wanted = reference.probabilities(images, torch.stack(weights), 1 / model().scale).unflatten(0, (2, 2)).mean(1)
     assert torch.allclose(predictor(pixels), wanted, atol=1e-4)
 
 

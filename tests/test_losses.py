@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from selftpt import losses
 from selftpt.losses import Head, cosine, cpt, cross_entropy, gradient_matching, moving_average, project
 from tests.helpers.models import relative
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -81,7 +81,7 @@ def test_cpt(
     z = F.normalize(z, dim=-1) if unit else 0.4 * z
 
     def loop(z: Tensor) -> Tensor:
-        return plain.cpt(list(z.flatten(0, 1)), views, temperature, None if apart else keys, reduction)
+        return reference.cpt(list(z.flatten(0, 1)), views, temperature, None if apart else keys, reduction)
 
     same = None if apart else first_equal(keys)
     found = derivatives(lambda z: cpt(z, same, temperature, reduction), z)
@@ -109,7 +109,7 @@ def test_cpt_sums_positives_inside_the_logarithm() -> None:
     z = F.normalize(drawn(4, 3, 5), dim=-1)
     flat = z.flatten(0, 1)
     outside = 0.0
-    for i, (positives, denominator) in enumerate(plain.index_sets(4, 3, None)):
+    for i, (positives, denominator) in enumerate(reference.index_sets(4, 3, None)):
         below = torch.stack([flat[i] @ flat[j] / 0.07 for j in denominator]).logsumexp(0)
         outside -= sum((flat[i] @ flat[j] / 0.07 - below).item() for j in positives) / len(positives)
     assert abs(cpt(z, reduction="sum").item() - outside) > 0.1
@@ -223,7 +223,7 @@ def test_cpt_does_not_overflow(size: float, temperature: float, dtype: torch.dty
     z = (size * drawn(3, 4, 5, seed=3)).to(dtype)
     same = torch.tensor([0, 1, 0, 3])
     value, first, second = derivatives(lambda z: cpt(z, same, temperature, "sum"), z)
-    wanted = plain.cpt_in_decimal(z.flatten(0, 1).tolist(), 3, temperature, same.tolist())
+    wanted = reference.cpt_in_decimal(z.flatten(0, 1).tolist(), 3, temperature, same.tolist())
     # what is subtracted is as large as the largest similarity, and rounding with it
     largest = (z.double().flatten(0, 1).square().sum(-1).max() / temperature).item()
     rounding = 20 * torch.finfo(dtype).eps * max(1.0, largest)
@@ -242,7 +242,7 @@ def test_cross_entropy(labels: list[int], scale: float, length: float) -> None:
     images = F.normalize(drawn(len(labels), 6, seed=1), dim=-1)
     classes, target = length * drawn(4, 6, seed=2), torch.tensor(labels)
     found = derivatives(lambda w: cross_entropy(images, w, target, scale), classes)
-    wanted = derivatives(lambda w: plain.cross_entropy(images, w, target, 1 / scale), classes)
+    wanted = derivatives(lambda w: reference.cross_entropy(images, w, target, 1 / scale), classes)
     for order, (one, other) in enumerate(zip(found, wanted, strict=True)):
         usual = (scale / length) ** order  # where the right class is certain, all is nearly 0 and nothing but rounding
         assert (one - other).norm() <= 1e-9 * max(usual, other.norm().item())
@@ -259,7 +259,7 @@ def test_project(normalize: bool) -> None:
     head = Head(drawn(7, 6, seed=1), drawn(7, seed=2), drawn(4, 7, seed=3), drawn(4, seed=4))
     features = drawn(3, 5, 6)
     found = project(features, head, normalize)
-    wanted = torch.stack([plain.head(x, head, normalize) for x in features.flatten(0, 1)]).unflatten(0, (3, 5))
+    wanted = torch.stack([reference.head(x, head, normalize) for x in features.flatten(0, 1)]).unflatten(0, (3, 5))
     assert relative(found, wanted) < 1e-12
     units = found.norm(dim=-1)
     assert torch.allclose(units, torch.ones_like(units)) is normalize
@@ -272,7 +272,7 @@ def test_moving_average(count: int, decay: float) -> None:
     average = None
     for gradient in gradients:
         average = moving_average(average, gradient, decay)
-    assert relative(average, plain.moving_average(gradients, decay)) < 1e-12
+    assert relative(average, reference.moving_average(gradients, decay)) < 1e-12
     if decay == 0:
         assert torch.equal(average, gradients[-1])
 
@@ -282,14 +282,14 @@ def test_moving_average(count: int, decay: float) -> None:
 def test_gradient_matching(kind: str, size: float) -> None:
     target, gradient = drawn(4, 3, seed=1), size * drawn(4, 3, seed=2)
     found = derivatives(lambda g: gradient_matching(target, g, kind), gradient)
-    wanted = derivatives(lambda g: plain.gradient_matching(target, g, kind), gradient)
+    wanted = derivatives(lambda g: reference.gradient_matching(target, g, kind), gradient)
     for one, other in zip(found, wanted, strict=True):
         assert relative(one, other) < 1e-9
 
 
 def test_cosine() -> None:
     a, b = drawn(4, 3, seed=1), drawn(4, 3, seed=2)
-    assert cosine(a, b).item() == pytest.approx(plain.cosine(a, b).item(), rel=1e-12)
+    assert cosine(a, b).item() == pytest.approx(reference.cosine(a, b).item(), rel=1e-12)
     assert cosine(a, 3 * a).item() == pytest.approx(1)
     assert cosine(a, -a).item() == pytest.approx(-1)
     assert gradient_matching(a, -a).item() == pytest.approx(2)

@@ -17,8 +17,8 @@ from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import tokenize
 from selftpt.objective import Batch, Step, Task, contrast_step, joint_step
 from tests.helpers.models import KINDS, WORDS, Small, name_of, random_prompt, relative, small
-from tests.oracle import plain
-from tests.oracle.plain import Settings
+from tests.oracle import reference
+from tests.oracle.reference import Settings
 
 NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat on the lake"]
 EQUAL = ["cat", "red kite", "Cat", "dog", "Red  Kite"]
@@ -75,18 +75,18 @@ def run(
 
 def run_reference(
     model: Small, names: list[str], s: Settings, length: int = 4, steps: int = 1
-) -> Iterator[plain.Joint]:
+) -> Iterator[reference.Joint]:
     """The same by the plain walk, with the model's own precision."""
     past: list[Tensor] = []
     for step in range(steps):
         images, labels, scale = batch_of(model, len(names), seed=step)
         prompt, head = random_prompt(model, length, seed=step), list(head_of(model, seed=step))
-        wanted = plain.joint(model, names, prompt, head, images, labels, 1 / scale, past, s)
+        wanted = reference.joint(model, names, prompt, head, images, labels, 1 / scale, past, s)
         past.append(wanted.by_ce)
         yield wanted
 
 
-def errors_of(found: Step | plain.Joint, wanted: plain.Joint) -> dict[str, float]:
+def errors_of(found: Step | reference.Joint, wanted: reference.Joint) -> dict[str, float]:
     """The relative error of every loss and every gradient; of the cosine, which may be near 0, the plain one."""
     errors = {
         name: abs(float(value) - wanted.losses[name].item()) / (1.0 if name == "cosine" else wanted.losses[name].item())
@@ -213,7 +213,7 @@ def test_contrast_step(kind: str) -> None:
     head = head_of(model)
     for s in (Settings(), Settings(views=("front", "hand_crafted"), reduction="sum")):
         p = random_prompt(model, 3).requires_grad_()
-        wanted = plain.contrast_loss(model, EQUAL, p, head, s)
+        wanted = reference.contrast_loss(model, EQUAL, p, head, s)
         (by_prompt,) = torch.autograd.grad(wanted, p)
         for chunk in (None, 2):
             loss, found = contrast_step(task_of(model, EQUAL, 3, s, chunk, stage=2), p.detach(), head)
@@ -226,7 +226,7 @@ def test_contrast_step_in_float32(kind: str) -> None:
     model, exact = small(kind), small(kind, torch.float64)
     head, s = head_of(model), Settings()
     p = random_prompt(model, 4).double().requires_grad_()
-    wanted = plain.contrast_loss(exact, NAMES, p, [t.double() for t in head], s)
+    wanted = reference.contrast_loss(exact, NAMES, p, [t.double() for t in head], s)
     (by_prompt,) = torch.autograd.grad(wanted, p)
     for chunk in (None, 2):
         loss, found = contrast_step(task_of(model, NAMES, 4, s, chunk, stage=2), p.detach().float(), head)

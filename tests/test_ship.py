@@ -37,7 +37,7 @@ from selftpt.training import RunFiles, source_features
 from tests.helpers.folders import make_photos
 from tests.helpers.methods import check_single_steps, raise_error
 from tests.helpers.models import Small, model, relative, small
-from tests.oracle import plain
+from tests.oracle import reference
 from tests.oracle import ship as slow
 
 NAMES = ["cat", "red kite", "bird etc."]  # of the last, CLIP joins both full stops in one token
@@ -270,7 +270,7 @@ def test_bias_is_added_to_every_prompt_vector() -> None:
     tiny = small("vit", torch.float64)
     vae = large_autoencoder(tiny)
     still = vae._replace(shift=torch.zeros_like(vae.shift), shift_bias=torch.ones_like(vae.shift_bias))
-    wanted = plain.encode(tiny, "end", ["cat"], vae.context + 1)[0]
+    wanted = reference.encode(tiny, "end", ["cat"], vae.context + 1)[0]
     z = torch.zeros(1, tiny.spec.dimension).double()
     assert relative(still.generate(tiny.model, z, ids_of(tiny, ["cat"]))[0], slow.unit(wanted)) < 1e-9
 

@@ -22,7 +22,7 @@ from selftpt.models.tokenizer import class_tokens
 from selftpt.objective import prompt_gradient
 from selftpt.training import learning_rate
 from tests.helpers.models import Small, model, random_prompt, relative, small
-from tests.oracle import plain
+from tests.oracle import reference
 from tests.oracle import swapprompt as oracle
 
 NAMES = ("red fox", "blue whale", "kite etc.")  # of the last, CLIP joins both full stops in one token
@@ -114,12 +114,12 @@ def test_predictor_tunes_on_zero_shot_labels() -> None:
     predictor = predictor_of(SHORT)
     found = predictor(views)
     assert torch.equal(predictor(views), found)
-    zero_shot = plain.probabilities(
-        views[:, 0], plain.encode(tiny, "hand_crafted", NAMES, torch.empty(0), TEMPLATE), 1 / tiny.model.scale
+    zero_shot = reference.probabilities(
+        views[:, 0], reference.encode(tiny, "hand_crafted", NAMES, torch.empty(0), TEMPLATE), 1 / tiny.model.scale
     )
     labels = torch.tensor(oracle.assignments(zero_shot.tolist(), 1))
     prompt = tune(tiny.model, encoder_of(tiny, 2), views[:, None, 1:], labels, SHORT)
-    wanted = plain.probabilities(views[:, 0], plain.encode(tiny, "end", NAMES, prompt), 1 / tiny.model.scale)
+    wanted = reference.probabilities(views[:, 0], reference.encode(tiny, "end", NAMES, prompt), 1 / tiny.model.scale)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert not torch.allclose(found, zero_shot, atol=1e-2)
     assert not torch.allclose(predictor_of(replace(SHORT, seed=2))(views), found, atol=1e-5)

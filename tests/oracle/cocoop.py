@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def prompt_of(image: Tensor, context: Tensor, network: Sequence[Tensor]) -> Tensor:
@@ -29,8 +29,8 @@ def probabilities(
     context, *network = parameters
     rows = []
     for image in images:
-        classes = plain.encode(small, "end", names, prompt_of(image, context, network))
-        rows.append(plain.probabilities(image[None], classes, tau)[0])
+        classes = reference.encode(small, "end", names, prompt_of(image, context, network))
+        rows.append(reference.probabilities(image[None], classes, tau)[0])
     return torch.stack(rows)
 
 

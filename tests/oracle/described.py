@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def score(small: Small, image: Tensor, name: str, sentences: Sequence[str]) -> Tensor:
@@ -17,7 +17,7 @@ def score(small: Small, image: Tensor, name: str, sentences: Sequence[str]) -> T
     nothing = small.embedding[:0]
     total = torch.zeros((), dtype=image.dtype)
     for sentence in sentences:
-        (text,) = plain.encode(small, "hand_crafted", [name], nothing, sentence)
+        (text,) = reference.encode(small, "hand_crafted", [name], nothing, sentence)
         total = total + (text @ image) / (text.norm() * image.norm())
     return total / len(sentences)
 

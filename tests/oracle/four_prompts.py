@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 PLACES = ("end", "front", "middle")
 
@@ -18,7 +18,7 @@ def losses(
 ) -> dict[str, Tensor]:
     """The cross-entropy of each place, which knows nothing of the others."""
     return {
-        place: plain.cross_entropy(images, plain.encode(small, place, names, contexts[place]), labels, tau)
+        place: reference.cross_entropy(images, reference.encode(small, place, names, contexts[place]), labels, tau)
         for place in PLACES
     }
 
@@ -26,8 +26,8 @@ def losses(
 def vectors(small: Small, names: Sequence[str], contexts: Mapping[str, Tensor], template: str) -> Tensor:
     """For each class the direction of the sum of four unit vectors [C, D]."""
     some = contexts["end"]
-    of_place = [plain.encode(small, place, names, contexts[place]) for place in PLACES]
-    of_place.append(plain.encode(small, "hand_crafted", names, some, template))
+    of_place = [reference.encode(small, place, names, contexts[place]) for place in PLACES]
+    of_place.append(reference.encode(small, "hand_crafted", names, some, template))
     rows = []
     for c in range(len(names)):
         total = sum(features[c] / features[c].norm() for features in of_place)

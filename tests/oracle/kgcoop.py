@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def distance(classes: Tensor, hand: Tensor) -> Tensor:
@@ -30,6 +30,6 @@ def loss(
     template: str,
 ) -> Tensor:
     """L_ce + λ L_kg."""
-    classes = plain.encode(small, "end", names, prompt)
-    hand = plain.encode(small, "hand_crafted", names, prompt.detach(), template).detach()
-    return plain.cross_entropy(images, classes, labels, tau) + weight * distance(classes, hand)
+    classes = reference.encode(small, "end", names, prompt)
+    hand = reference.encode(small, "hand_crafted", names, prompt.detach(), template).detach()
+    return reference.cross_entropy(images, classes, labels, tau) + weight * distance(classes, hand)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def unit(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def images(small: Small, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
 def hand_written(small: Small, names: Sequence[str], templates: Sequence[str]) -> list[list[Tensor]]:
     """For each sentence, the unit embedding of each class."""
     nothing = small.embedding[:0]
-    return [[unit(w) for w in plain.encode(small, "hand_crafted", names, nothing, template)] for template in templates]
+    return [[unit(w) for w in reference.encode(small, "hand_crafted", names, nothing, template)] for template in templates]
 
 
 def choose(row: Sequence[Tensor], right: int) -> Tensor:
@@ -47,7 +47,7 @@ def losses(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The cross-entropy of images, and that of hand-written classes among learned ones."""
-    learned = [unit(w + bias[0]) for w in plain.encode(small, "end", names, context)]
+    learned = [unit(w + bias[0]) for w in reference.encode(small, "end", names, context)]
     ce = sum(choose([scale * (z @ w) for w in learned], y) for z, y in zip(features, labels.tolist(), strict=True))
     told = sum(choose([scale * (w @ h) for w in learned], c) for sentence in hand for c, h in enumerate(sentence))
     return ce / len(labels), told / (len(hand) * len(names))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import Small
-from tests.oracle.plain import math_attention
+from tests.oracle.reference import math_attention
 
 HIDDEN = float("-inf")
 

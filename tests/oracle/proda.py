@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def unit(x: Tensor) -> Tensor:
@@ -58,9 +58,9 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The two losses of a step with the chosen prompts, and the gradient of their weighted sum by all contexts."""
     p = contexts.detach().clone().requires_grad_()
-    classes = [[unit(w) for w in plain.encode(small, where(k, len(p)), names, p[k])] for k in chosen]
+    classes = [[unit(w) for w in reference.encode(small, where(k, len(p)), names, p[k])] for k in chosen]
     surrogate = bound(images, labels, classes, scale)
-    alike = likeness([plain.encode(small, "end", [""], context)[0] for context in p])
+    alike = likeness([reference.encode(small, "end", [""], context)[0] for context in p])
     (gradient,) = torch.autograd.grad(surrogate + orthogonality * alike, p)
     return surrogate.detach(), alike.detach(), gradient
 
@@ -70,7 +70,7 @@ def mean_embedding(small: Small, names: Sequence[str], contexts: Tensor) -> Tens
     rows = []
     for name in names:
         each = [
-            unit(plain.encode(small, where(k, len(contexts)), [name], context)[0]) for k, context in enumerate(contexts)
+            unit(reference.encode(small, where(k, len(contexts)), [name], context)[0]) for k, context in enumerate(contexts)
         ]
         rows.append(sum(each) / len(each))
     return torch.stack(rows)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def unit(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def make(small: Small, parameters: Sequence[Tensor], z: Tensor, name: str) -> Te
     context, inner, inner_bias, shift, shift_bias = parameters[0], *parameters[7:]
     bias = layer(relu(layer(z, inner, inner_bias)), shift, shift_bias)
     prompt = torch.stack([vector + bias for vector in context])
-    return unit(plain.encode(small, "end", [name], prompt)[0])
+    return unit(reference.encode(small, "end", [name], prompt)[0])
 
 
 def loss(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def assignments(probabilities: Sequence[Sequence[float]], shots: int) -> list[int]:
@@ -33,13 +33,13 @@ def loss(
     weights: tuple[float, float],
 ) -> Tensor:
     """Of a batch of crop pairs [B, 2, D]: swapped prediction and pseudo-labels, with their weights."""
-    student = plain.encode(small, "end", names, online)
+    student = reference.encode(small, "end", names, online)
     with torch.no_grad():
-        teacher = plain.encode(small, "end", names, target)
+        teacher = reference.encode(small, "end", names, target)
     swapped = torch.zeros((), dtype=pairs.dtype)
     for pair in pairs:
-        p = plain.probabilities(pair, student, tau)
-        q = plain.probabilities(pair, teacher, tau)
+        p = reference.probabilities(pair, student, tau)
+        q = reference.probabilities(pair, teacher, tau)
         for mine, other in ((0, 1), (1, 0)):
             for c in range(len(names)):
                 swapped = swapped - q[other, c] * torch.log(p[mine, c])
@@ -47,7 +47,7 @@ def loss(
     known = [i for i, label in enumerate(labels) if label >= 0]
     pseudo = torch.zeros((), dtype=pairs.dtype)
     for i in known:
-        p = plain.probabilities(pairs[i], student, tau)
+        p = reference.probabilities(pairs[i], student, tau)
         for mine in (0, 1):
             pseudo = pseudo - torch.log(p[mine, labels[i]])
     if known:

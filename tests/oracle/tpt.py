@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import Small
-from tests.oracle import plain
+from tests.oracle import reference
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def tune(
     adamw, p, chosen, losses, gradients = AdamW(), prompt.detach(), None, [], []
     for _ in range(steps):
         p = p.clone().requires_grad_()
-        classes = plain.encode(small, "end", names, p)
+        classes = reference.encode(small, "end", names, p)
         x = logits(views, classes, tau)
         if chosen is None:
             chosen = choose(x.detach(), share, near)
@@ -115,5 +115,5 @@ def tune(
         gradients.append(gradient)
         p = adamw.step(p.detach(), gradient)
     with torch.no_grad():
-        answer = softmax(logits(views[:1], plain.encode(small, "end", names, p), tau))[0]
+        answer = softmax(logits(views[:1], reference.encode(small, "end", names, p), tau))[0]
     return Tuned(losses[0], gradients[0], p, answer)

@@ -11,7 +11,7 @@ from torch import Tensor
 Gradients = Callable[[Sequence[Tensor], Tensor, Tensor], Sequence[Tensor]]
 
 
-def descend(
+def minimise(
     start: Sequence[Tensor],
     gradients: Gradients,
     features: Tensor,
