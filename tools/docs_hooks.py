@@ -56,9 +56,5 @@ def settings_table(kind: type[Any]) -> str:
     for field in dataclasses.fields(kind):
         made = field.default_factory is not dataclasses.MISSING
         default = "its own defaults" if made else f"`{field.default!r}`"
-        rows.append(
-            f"| `{field.name}` | `{field.type}` | {default} | {field.metadata.get('help', '')} |".replace(
-                " | None`", " \\| None`"
-            )
-        )
+        rows.append(f"| `{field.name}` | `{field.type}` | {default} | {field.metadata.get('help', '')} |")
     return "\n".join(rows)
