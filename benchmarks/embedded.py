@@ -31,8 +31,8 @@ from selftpt.data.decoding import open_image
 from selftpt.data.features import FeatureProvider
 from selftpt.data.threads import in_threads
 from selftpt.data.views import ViewSpec
-from selftpt.errors import told_in_one_line
-from selftpt.evaluation.measures import top
+from selftpt.errors import exit_on_error
+from selftpt.evaluation.metrics import accuracy
 from selftpt.files import read_tensors
 from selftpt.models import Model, load_model
 
@@ -72,7 +72,7 @@ def show(model: Model, paths: Sequence[Path], side: int | None = None, batch: in
 def small(model: Model, imagenet: Dataset, side: int) -> float:
     """Per cent right of test images that are cut to squares of so many pixels a side."""
     seen = torch.cat([model.encode_images(pixels) for pixels in show(model, imagenet.test.paths, side)])
-    return top(zero_shot(model, imagenet.test.names)(seen[:, None]), torch.tensor(imagenet.test.labels), 1)
+    return accuracy(zero_shot(model, imagenet.test.names)(seen[:, None]), torch.tensor(imagenet.test.labels))
 
 
 def unseen(model: Model, imagenet: Dataset) -> float:
@@ -91,7 +91,7 @@ def unseen(model: Model, imagenet: Dataset) -> float:
             laid = model.preprocess.normalize(pixels).contiguous(memory_format=torch.channels_last)
             seen.append(model.image.visual.trunk(laid))
     features = F.normalize(torch.cat(seen) @ exam["projection"].float().t() + exam["bias"], dim=-1)
-    return top(features @ exam["vectors"].float().t(), torch.tensor([label for _, label in rows]), 1)
+    return accuracy(features @ exam["vectors"].float().t(), torch.tensor([label for _, label in rows]))
 
 
 def rates(model: Model) -> dict[str, float]:
@@ -143,5 +143,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with exit_on_error():
         main()

@@ -21,9 +21,10 @@ from selftpt.adaptation import adapt
 from selftpt.data.datasets import half
 from selftpt.data.features import FeatureProvider
 from selftpt.data.views import ViewSpec
-from selftpt.errors import SelfTPTError, told_in_one_line
-from selftpt.evaluation.bench import Bench, Run
-from selftpt.evaluation.measures import top
+from selftpt.errors import SelfTPTError, exit_on_error
+from selftpt.evaluation.bench import Bench
+from selftpt.evaluation.metrics import accuracy
+from selftpt.evaluation.planning import Plan, Run
 from selftpt.evaluation.runs import Runs
 from selftpt.losses import Head
 from selftpt.methods import METHODS, FitContext
@@ -49,24 +50,24 @@ def main() -> None:
     model = load_model(device="cpu")
     print("dataset seed  cosine  CPT before after  alike  moved  new before after")
     for record in records:
-        bench = Bench(model, "base-to-new", options.data, runs, changes=record["changes"])
+        bench = Bench(model, Plan("base-to-new", options.data, changes=record["changes"]), runs)
         row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
         print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
 
 
 def look_at(bench: Bench, run: Run) -> dict[str, float]:
     """All of it for one run, of which the prompt is kept."""
-    model, settings = bench.model, bench.settings(run)
-    source = bench.source_of(run)
+    model, settings = bench.model, bench.plan.settings(run)
+    source = bench.plan.source_of(run)
     assert source is not None
-    fit_context = FitContext(model, source[0], bench.runs.folder / "learned", bench.cache)
+    fit_context = FitContext(model, source[0], bench.recorded.folder / "learned", bench.cache)
     assert METHODS["self-tpt"].train is not None
-    file = bench.runs.folder / "learned" / fit_context.learned_name(METHODS["self-tpt"].train, settings.learn)
+    file = bench.recorded.folder / "learned" / fit_context.learned_name(METHODS["self-tpt"].train, settings.learn)
     if not file.is_file():
         raise SelfTPTError(f"there is no {file}: data, model or settings are not those of the run; run it again")
     prompt = prompt_of(METHODS["self-tpt"].fit(fit_context, settings))
     steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
-    test = half(bench.dataset(run.dataset).test, new=True)
+    test = half(bench.plan.dataset(run.dataset).test, new=True)
     features = FeatureProvider(model, [ViewSpec()], bench.cache, fixed_batch=True)(test.images)
     before = adapt(model, prompt, test.names, AdaptConfig(steps=0))
     after = adapt(model, prompt, test.names, settings.adapt)
@@ -78,8 +79,8 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
         "cpt_after": contrast(bench, prompt, test.names, settings.adapt.steps, settings.adapt.lr),
         "alike": F.cosine_similarity(before.weights, mean.weights).mean().item(),
         "moved": 1 - F.cosine_similarity(before.weights, after.weights).mean().item(),
-        "new_before": top(before(features), labels, 1),
-        "new_after": top(after(features), labels, 1),
+        "new_before": accuracy(before(features), labels),
+        "new_after": accuracy(after(features), labels),
     }
 
 
@@ -95,5 +96,5 @@ def contrast(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, l
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with exit_on_error():
         main()

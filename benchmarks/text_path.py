@@ -59,10 +59,10 @@ class PlainEncoder:
                 rows += [at + k + (len(name) if k >= before else 0) for k in range(length)]
                 index += range(length)
                 split = [0] * before + list(name) + [0] * (length - before) + dot
-                sentences.append(tokenizer.sentence([0] * length + end if view == "end" else split))
+                sentences.append(tokenizer.add_special_tokens([0] * length + end if view == "end" else split))
         self.rows, self.index, self.ids = torch.tensor(rows), torch.tensor(index), torch.tensor(sentences)
         words = tokenizer.encode("a photo of a")
-        self.hand_ids = torch.tensor([tokenizer.sentence([*words, *ids]) for ids in joint])
+        self.hand_ids = torch.tensor([tokenizer.add_special_tokens([*words, *ids]) for ids in joint])
 
     def _forward(self, x: Tensor, ids: Tensor) -> Tensor:
         x = self.clip.transformer(x + self.clip.positional_embedding, attn_mask=self.clip.attn_mask)

@@ -31,7 +31,7 @@ class PlainTPT:
         tokenizer = model.text.tokenizer
         words = tokenizer.encode(config.words)
         self.ids = torch.tensor(
-            [tokenizer.sentence([*words, *tokenizer.encode(name), *tokenizer.encode(".")]) for name in names]
+            [tokenizer.add_special_tokens([*words, *tokenizer.encode(name), *tokenizer.encode(".")]) for name in names]
         )
         embedded = self.clip.token_embedding(self.ids).detach()
         self.begin = embedded[0, 1 : 1 + len(words)].clone()
@@ -62,7 +62,7 @@ def make(model: Model, way: str, classes: int) -> Callable[[Tensor], Tensor]:
     settings, names = TptConfig(), class_names(classes)
     if way == "plain":
         return PlainTPT(model, names, settings)
-    return tuner(model, names, model.text.words(settings.words), settings)
+    return tuner(model, names, model.text.embed_words(settings.words), settings)
 
 
 def image(model: Model) -> Tensor:

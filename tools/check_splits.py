@@ -8,7 +8,7 @@ from pathlib import Path
 
 from selftpt.data.datasets import DATASETS, half
 from selftpt.data.datasets.splits import read_rows, to_sources
-from selftpt.errors import SelfTPTError, told_in_one_line
+from selftpt.errors import SelfTPTError, exit_on_error
 
 BASE_AND_NEW = {  # test pictures of the first and the second half of the classes
     "caltech101": (1549, 916),
@@ -58,5 +58,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with told_in_one_line():
+    with exit_on_error():
         sys.exit(main())

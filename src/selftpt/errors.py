@@ -14,8 +14,8 @@ class SelfTPTWarning(UserWarning):
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """For scripts: a mistake ends them with its text and exit code 2."""
+def exit_on_error() -> Iterator[None]:
+    """Print a `SelfTPTError` on one line and exit with code 2; for scripts."""
     try:
         yield
     except SelfTPTError as error:

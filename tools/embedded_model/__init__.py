@@ -1,1 +1,1 @@
-"""The recipe of the embedded model, selftpt-tiny: docs/embedded-model.md says what it does and why."""
+"""Recipe of the embedded model, selftpt-tiny; see README.md in this folder."""

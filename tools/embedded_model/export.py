@@ -1,4 +1,4 @@
-"""The finished model as an open_clip folder that is small: half precision, and a byte a number in the token table."""
+"""Export of the model as a small open_clip folder: half precision, and 8 bits per token-embedding value."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tools.embedded_model.ingredients import PREPROCESS, TRUNK
+from tools.embedded_model.image_features import BACKBONE, PREPROCESS
 
 CONFIG: dict[str, Any] = {
     "embed_dim": 192,
     "vision_cfg": {
-        "timm_model_name": TRUNK,
+        "timm_model_name": BACKBONE,
         "timm_model_pretrained": False,
         "timm_pool": "avg",
         "timm_proj": "linear",
@@ -23,33 +23,33 @@ CONFIG: dict[str, Any] = {
     },
     "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 192, "heads": 4, "layers": 4},
 }
-DIMENSIONS = CONFIG["embed_dim"] - 1  # of the pictures' space: one more is the texts' cone
+DIMENSIONS = CONFIG["embed_dim"] - 1  # of image features; the last dimension is the component that all texts share
 
 
-def rescaled(state: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
-    """The same text tower with all that runs through it, from the token vectors on, times a factor.
+def scale_residual_stream(state: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
+    """Multiply the residual stream of the text tower, from the token embeddings on, by a factor.
 
-    Layer normalisation undoes the scale, so features stay (but for its epsilon). What changes is how far a prompt moves
-    at a given learning rate, in parts of its own length: by the inverse square of the factor.
+    Layer normalisation removes the scale, so the features stay the same (up to its epsilon). What changes is how far a
+    prompt moves at a given learning rate, relative to its norm: by the inverse square of the factor.
     """
-    added = ("token_embedding.weight", "positional_embedding")
-    of_blocks = ("attn.out_proj.weight", "attn.out_proj.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
+    embeddings = ("token_embedding.weight", "positional_embedding")
+    outputs = ("attn.out_proj.weight", "attn.out_proj.bias", "mlp.c_proj.weight", "mlp.c_proj.bias")
 
     def scaled(name: str) -> bool:
-        return name in added or (name.startswith("transformer.resblocks.") and name.endswith(of_blocks))
+        return name in embeddings or (name.startswith("transformer.resblocks.") and name.endswith(outputs))
 
     return {name: factor * tensor if scaled(name) else tensor for name, tensor in state.items()}
 
 
-def small(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict in fewer bytes, which open_clip loads as it is: torch widens as it copies."""
+def quantize(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert a state dict to float16 matrices and float8 token embeddings; `load_state_dict` converts them back."""
 
-    def narrow(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "token_embedding.weight":
             return tensor.to(torch.float8_e4m3fn)
         return tensor.half() if tensor.ndim > 1 else tensor
 
-    return {name: narrow(name, tensor).contiguous() for name, tensor in state.items()}
+    return {name: convert(name, tensor).contiguous() for name, tensor in state.items()}
 
 
 def write_model(clip: torch.nn.Module, folder: Path) -> None:
@@ -57,4 +57,4 @@ def write_model(clip: torch.nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_cfg": CONFIG, "preprocess_cfg": {**PREPROCESS, "size": [224, 224]}}
     (folder / "open_clip_config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(small(clip.state_dict()), folder / "open_clip_model.safetensors")
+    save_file(quantize(clip.state_dict()), folder / "open_clip_model.safetensors")

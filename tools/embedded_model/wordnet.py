@@ -1,5 +1,4 @@
-"""Things that can be in a picture, from WordNet 3.0's files: nouns, what they mean, and what they are kinds of; and
-adjectives."""
+"""Nouns for visible things and adjectives, read from the files of WordNet 3.0."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from pathlib import Path
 
 from selftpt.errors import SelfTPTError
 
-# WordNet's files by subject that hold visible things: tops, act, animal, artifact, body, food, group, location,
-# object, person, phenomenon, plant, shape, substance.
+# WordNet's lexicographer files of visible things: tops, act, animal, artifact, body, food, group, location, object,
+# person, phenomenon, plant, shape, substance.
 VISIBLE = {3, 4, 5, 6, 8, 13, 14, 15, 17, 18, 19, 20, 25, 27}
 LIVING = {5, 20}
 TAXA = (
@@ -31,71 +30,84 @@ TAXA = (
 
 @dataclass(frozen=True)
 class Synset:
-    """A meaning: the words for it, what it is a kind of (offsets), its definition, and its subject."""
+    """A set of synonyms.
+
+    Attributes:
+        words: The synonyms.
+        hypernyms: Offsets of the synsets that it is a kind of.
+        instance: Whether it is a single thing, such as a person or a city.
+        definition: Its definition, without examples.
+        subject: Number of its lexicographer file.
+    """
 
     words: tuple[str, ...]
-    kinds: tuple[str, ...]
+    hypernyms: tuple[str, ...]
     instance: bool
-    gloss: str
+    definition: str
     subject: int
 
     @property
     def text(self) -> str:
-        """All of it that the sentence encoder reads."""
-        return f"{', '.join(self.words)}: {self.gloss}"
+        """The synonyms and the definition: the input of the sentence encoder."""
+        return f"{', '.join(self.words)}: {self.definition}"
 
 
 class WordNet:
-    """`meanings` by offset (as in "n01440764"), `senses` of each lower-case noun, the most frequent first."""
+    """The nouns of WordNet.
+
+    Attributes:
+        synsets: Synsets by offset; the offset is the number in a WordNet id such as "n01440764".
+        senses: Offsets of the synsets of each lower-case noun, the most frequent first.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.meanings, self.senses = _read(folder, "noun")
+        self.synsets, self.senses = _read(folder, "noun")
 
-    @cache  # noqa: B019 (one WordNet in a run)
+    @cache  # noqa: B019 (there is one WordNet in a run)
     def ancestors(self, offset: str) -> frozenset[str]:
-        """A meaning and all it is a kind of."""
-        return frozenset({offset}).union(*(self.ancestors(kind) for kind in self.meanings[offset].kinds))
+        """Return the synset itself and its direct and indirect hypernyms."""
+        return frozenset({offset}).union(*(self.ancestors(parent) for parent in self.synsets[offset].hypernyms))
 
-    def kind(self, offset: str) -> str:
-        """A word for what a meaning is a kind of."""
-        kinds = self.meanings[offset].kinds
-        return self.meanings[kinds[0]].words[0] if kinds else "thing"
+    def hypernym(self, offset: str) -> str:
+        """Return a word for the first hypernym of a synset."""
+        hypernyms = self.synsets[offset].hypernyms
+        return self.synsets[hypernyms[0]].words[0] if hypernyms else "thing"
 
     def visible(self, offset: str) -> bool:
-        """Whether it is a kind of thing, not a single one, nor a taxon, that a picture may show."""
-        meaning = self.meanings[offset]
+        """Return whether a synset is a kind of thing that an image may show: no instance and no taxon."""
+        synset = self.synsets[offset]
         return (
-            meaning.subject in VISIBLE
-            and not meaning.instance
-            and not any(word.lower().startswith(TAXA) for word in meaning.words)
+            synset.subject in VISIBLE
+            and not synset.instance
+            and not any(word.lower().startswith(TAXA) for word in synset.words)
         )
 
     def nouns(self) -> dict[str, list[str]]:
-        """Each noun for something visible, as a person writes it, with up to three of its senses that are.
+        """Return each noun for something visible, in its usual spelling, with up to three of its visible senses.
 
-        Latin names of species are left out: their second word is no noun.
+        Latin names of species are left out; they are recognised by their second word, which is not a noun.
         """
         found = {}
         for noun, senses in self.senses.items():
-            seen = [offset for offset in senses if self.visible(offset)]
-            if not seen or len(noun) < 2:
+            visible = [offset for offset in senses if self.visible(offset)]
+            if not visible or len(noun) < 2:
                 continue
-            written = next(word for word in self.meanings[seen[0]].words if word.lower() == noun)
-            latin = self.meanings[seen[0]].subject in LIVING and " " in noun and written[0].isupper()
+            spelling = next(word for word in self.synsets[visible[0]].words if word.lower() == noun)
+            latin = self.synsets[visible[0]].subject in LIVING and " " in noun and spelling[0].isupper()
             if not (latin and noun.split()[-1] not in self.senses):
-                found[written] = seen[:3]
+                found[spelling] = visible[:3]
         return found
 
     def adjectives(self) -> dict[str, str]:
-        """Each adjective of one word, with its first meaning: the words for it and the definition."""
-        meanings, senses = _read(self.folder, "adj")
-        return {word: meanings[of[0]].text for word, of in senses.items() if word.isalpha() and len(word) > 2}
+        """Return each single-word adjective with the synonyms and the definition of its first sense."""
+        synsets, senses = _read(self.folder, "adj")
+        return {word: synsets[of[0]].text for word, of in senses.items() if word.isalpha() and len(word) > 2}
 
 
 def _read(folder: Path, part: str) -> tuple[dict[str, Synset], dict[str, list[str]]]:
-    """The meanings by offset and the senses by lower-case word of a part of speech."""
-    meanings, senses = {}, {}
+    """Read a part of speech: synsets by offset, and offsets of senses by lower-case word."""
+    synsets, senses = {}, {}
     for line in _lines(folder / f"data.{part}"):
         head, _, gloss = line.partition(" | ")
         fields = head.split()
@@ -103,17 +115,20 @@ def _read(folder: Path, part: str) -> tuple[dict[str, Synset], dict[str, list[st
         words = tuple(word.split("(")[0].replace("_", " ") for word in fields[4 : 4 + 2 * count : 2])
         pointers = fields[5 + 2 * count :]
         links = [(pointers[i], pointers[i + 1]) for i in range(0, len(pointers), 4)]
-        kinds = tuple(offset for symbol, offset in links if symbol in ("@", "@i"))
+        hypernyms = tuple(offset for symbol, offset in links if symbol in ("@", "@i"))
         instance = any(symbol == "@i" for symbol, _ in links)
         definition = gloss.split('; "')[0].strip()
-        meanings[fields[0]] = Synset(words, kinds, instance, definition, int(fields[1]))
+        synsets[fields[0]] = Synset(words, hypernyms, instance, definition, int(fields[1]))
     for line in _lines(folder / f"index.{part}"):
         fields = line.split()
         senses[fields[0].replace("_", " ")] = fields[-int(fields[2]) :]
-    return meanings, senses
+    return synsets, senses
 
 
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
-        raise SelfTPTError(f"there is no {path}: install Debian's wordnet-base, or name WordNet's folder by --wordnet")
+        raise SelfTPTError(
+            f"{path} does not exist: install Debian's package wordnet-base, or pass the folder of WordNet 3.0 with "
+            "--wordnet"
+        )
     return [line for line in path.read_text(encoding="utf8").splitlines() if not line.startswith("  ")]
