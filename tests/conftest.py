@@ -1,4 +1,4 @@
-"""One thread a worker, and a cache of its own for every test."""
+"""Fixtures of all tests: one thread per worker, and a separate cache for every test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from selftpt import cli
 from tests.helpers.commands import Answer, Run
 
 torch.set_num_threads(1)
@@ -17,16 +16,17 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing is read from or left in the user's cache, and processes do not fight for cores."""
+    """Use a new, empty cache folder instead of the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("SELFTPT_CACHE", str(folder))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes that a test starts
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for subprocesses
     return folder
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process."""
+    """Return a function that runs a selftpt command in this process."""
+    from selftpt import cli
 
     def call(*arguments: str | Path, stdin: str = "") -> Answer:
         monkeypatch.setattr(sys, "argv", ["selftpt", *map(str, arguments)])

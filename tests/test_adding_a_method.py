@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from selftpt.methods import METHODS, FitContext, FittedMethod
+from selftpt.methods import METHODS, FitContext, FittedMethod, MethodInfo
 from tests.helpers.methods import make_context
 from tests.helpers.models import model
 
@@ -23,11 +23,13 @@ LINES = 40  # of code that a new method may take
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The first block of the page as a module of the package."""
+    """The first block of the page as a module of the package, and the row of its second block."""
     module = types.ModuleType("selftpt.methods.class_means")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(blocks()[0], str(PAGE), "exec"), module.__dict__)
-    monkeypatch.setitem(METHODS, "class-means", module.CLASS_MEANS)
+    monkeypatch.setattr(METHODS, "info", dict(METHODS.info))
+    exec(compile(blocks()[1], str(PAGE), "exec"), {"METHODS": METHODS, "MethodInfo": MethodInfo})
+    assert METHODS["class-means"] is module.CLASS_MEANS
     return module
 
 
@@ -66,7 +68,7 @@ def test_the_example_is_a_whole_method(example: Any, tmp_path: Path) -> None:
 
 def test_one_step_from_outside(example: Any) -> None:
     scope = {**example.__dict__}
-    exec(compile(blocks()[1], str(PAGE), "exec"), scope)
+    exec(compile(blocks()[2], str(PAGE), "exec"), scope)
     assert scope["losses"]["distance"] > 0
     means = torch.stack([scope["features"][label::2].mean(0) for label in (0, 1)])
     torch.testing.assert_close(scope["means"], means)

@@ -74,7 +74,7 @@ def test_image_that_no_operation_changes_stays_bitwise() -> None:
 
 
 def preprocess(size: tuple[int, int] = (24, 40)) -> Preprocess:
-    return Preprocess.of({**vars(PreprocessCfg(size=size))})
+    return Preprocess.from_config({**vars(PreprocessCfg(size=size))})
 
 
 def test_views_are_mixed_crops() -> None:

@@ -81,8 +81,8 @@ def test_threads_do_not_spin_for_long(run: Run, monkeypatch: pytest.MonkeyPatch,
 
 def test_one_best_class_has_no_column_for_others(run: Run, place: Place) -> None:
     predict = ["predict", place.photos / "kite", "--classifier", place.classifier, "--model", place.model]
-    assert "then" in run(*predict).out.splitlines()[0]
-    assert "then" not in run(*predict, "--top", 1).out
+    assert "other classes" in run(*predict).out.splitlines()[0]
+    assert "other classes" not in run(*predict, "--top", 1).out
 
 
 def test_two_formats_at_once_are_refused(run: Run, place: Place) -> None:
@@ -214,10 +214,10 @@ def test_random_weights_are_marked_everywhere(run: Run, place: Place, tmp_path: 
     assert all(json.loads(line)["random_init"] for line in Path(f"{prompt}.log.jsonl").read_text().splitlines())
     predict = ["predict", place.photos / "kite", "--classifier", classifier, *options]
     answers = [run(*predict, "--format", form) for form in ("jsonl", "csv", "table")]
-    assert all("mean nothing" in answer.err for answer in answers)
+    assert all("meaningless" in answer.err for answer in answers)
     assert json.loads(answers[0].out.splitlines()[0])["random_init"] is True
     assert [row["random_init"] for row in csv.DictReader(io.StringIO(answers[1].out))] == ["true"] * 3
-    assert "mean nothing" in answers[2].out
+    assert "meaningless" in answers[2].out
 
 
 def test_inspect_tells_what_is_in_a_file(run: Run, place: Place) -> None:
@@ -414,7 +414,7 @@ def test_wrong_sources_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     assert not (tmp_path / "p").exists()
 
 
-def test_wrong_images_are_told_of(run: Run, place: Place, tmp_path: Path) -> None:
+def test_images_that_cannot_be_used_are_reported(run: Run, place: Place, tmp_path: Path) -> None:
     cut, text, huge = tmp_path / "cut.jpg", tmp_path / "text.jpg", tmp_path / "huge.png"
     good = place.photos / "kite" / "0.png"
     Image.open(good).resize((300, 300)).save(cut)
@@ -470,7 +470,7 @@ def test_wrong_images_are_told_of(run: Run, place: Place, tmp_path: Path) -> Non
     assert "gone[1].jpg" in gone.err
     refused(
         run("predict", "-", "--classifier", place.classifier, "--model", place.model, "--json", stdin="\n"),
-        "no image was named",
+        "no image was given",
     )
 
 
@@ -559,7 +559,7 @@ def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     refused(run(*learn, "--seed", "1000000000000000"), "seed")
     refused(run(*learn, "--views", "end,back"), "'back'")
     refused(run(*learn, "--no-such-option"), "--no-such-option")
-    refused(run("predict", "--classifier", place.classifier, "--model", place.model), "images")
+    refused(run("predict", "--classifier", place.classifier, "--model", place.model), "IMAGES")
     refused(
         run("predict", place.photos, "--classifier", place.classifier, "--model", place.model, "--views", "0"),
         "views must be an integer above 0",
@@ -597,7 +597,7 @@ def test_standard_output_on_a_full_disk_is_one_line(place: Place) -> None:
         _, err = process.communicate()
     assert process.returncode == 2
     assert len(err.splitlines()) == 1
-    assert err.startswith("selftpt: cannot write the answer: No space left")
+    assert err.startswith("selftpt: cannot write the output: No space left")
 
 
 def test_file_names_need_not_be_text(place: Place, tmp_path: Path) -> None:

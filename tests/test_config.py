@@ -149,5 +149,4 @@ def test_the_command_line_takes_none(run: Run, tmp_path: Path) -> None:
 
 
 def test_methods_show_null_for_no_limit(run: Run) -> None:
-    listed = {method["name"]: method for method in json.loads(run("methods", "--json").out)}
-    assert listed["self-tpt"]["settings"]["learn.crops"] is None
+    assert json.loads(run("methods", "self-tpt", "--json").out)["settings"]["learn.crops"] is None

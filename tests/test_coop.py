@@ -13,8 +13,7 @@ from selftpt.cli.options import parse_setting
 from selftpt.config import LearnConfig
 from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
-from selftpt.evaluation.bench import Bench, Run
-from selftpt.evaluation.runs import Runs
+from selftpt.evaluation.planning import Plan, Run
 from selftpt.methods import FitContext
 from selftpt.methods.coop import COOP, CoopConfig, train_config
 from selftpt.methods.selection import configure
@@ -90,10 +89,10 @@ def test_training_equals_plain_steps_in_batches_of_the_recipe(tmp_path: Path) ->
     assert (wanted - start).norm() > 0.1 * wanted.norm()
 
 
-def test_protocol_epochs_apply_to_the_recipe_of_the_paper(tmp_path: Path) -> None:
+def test_protocol_epochs_apply_to_the_recipe_of_the_paper() -> None:
     def epochs(**changes: Any) -> int | None:
-        bench = Bench(model(), "cross-dataset", None, Runs(tmp_path), changes=changes)
-        found: int | None = bench.settings(Run("coop", "eurosat", 1)).learn.epochs
+        plan = Plan("cross-dataset", changes=changes)
+        found: int | None = plan.settings(Run("coop", "eurosat", 1)).learn.epochs
         return found
 
     assert epochs() == epochs(recipe="paper") == 5

@@ -1,4 +1,4 @@
-"""The paths of a GPU, on a pretend one: what a GPU refuses is refused, and the results are those of the CPU."""
+"""Code paths of a GPU on an imitated one, which refuses what a GPU refuses and computes what the CPU computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selftpt.models import Model
 from tests.helpers.folders import make_photos
 from tests.helpers.models import small
 from tests.helpers.pretend_device import DeviceError, pretend_device
-from tests.test_methods import World, small_config, world  # noqa: F401
+from tests.test_methods import Data, data, small_config  # noqa: F401
 
 NAMES = ("red fox", "blue whale", "kite")
 
@@ -95,15 +95,15 @@ def test_the_three_stages(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method(name: str, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
-    method, source = METHODS[name], world.folder / "source"
+def test_every_method(name: str, data: Data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
+    method, source = METHODS[name], data.folder / "source"
 
     def answers(model: Model, cache: str) -> Tensor:
         monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / cache))
         train_set = Source.from_folder(source) if method.needs_labels else None
         context = FitContext(model, train_set, tmp_path / cache / "learned", Cache())
-        predictor = method.fit(context, small_config(name, world)).for_classes(NAMES)
-        return torch.tensor([answer.probabilities for answer in predictor.predict(world.images, top=3)])
+        predictor = method.fit(context, small_config(name, data)).for_classes(NAMES)
+        return torch.tensor([answer.probabilities for answer in predictor.predict(data.images, top=3)])
 
     wanted = answers(on("cpu"), "cpu")
     with pretend_device() as gpu:

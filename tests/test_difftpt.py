@@ -345,18 +345,18 @@ def test_missing_images_are_generated_bitwise(
 def test_interrupted_generation_leaves_whole_images(
     asked: list[Path], diffusion: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, write, left = spec_of(tmp_path / "made", diffusion), difftpt.write_whole, iter(range(3))
+    spec, write, left = spec_of(tmp_path / "made", diffusion), difftpt.write_atomically, iter(range(3))
 
     def stop(path: Path, content: bytes) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
         write(path, content)
 
-    monkeypatch.setattr(difftpt, "write_whole", stop)
+    monkeypatch.setattr(difftpt, "write_atomically", stop)
     with pytest.raises(KeyboardInterrupt):
         make_views(spec, asked[0])
     assert len(made(spec, asked[0])) == 3
-    monkeypatch.setattr(difftpt, "write_whole", write)
+    monkeypatch.setattr(difftpt, "write_atomically", write)
     make_views(spec, asked[0])
     undisturbed = spec_of(tmp_path / "undisturbed", diffusion)
     make_views(undisturbed, asked[0])

@@ -71,7 +71,7 @@ def test_the_prompt_is_of_the_model_and_was_learned(model: Model) -> None:
     prompt.model.check(model, "the prompt")
     assert prompt.origin["stage"] == "learn"
     assert len(prompt.origin["classes"]) == 1000
-    start = model.text.words("a photo of a")
+    start = model.text.embed_words("a photo of a")
     assert F.cosine_similarity(prompt.context, start).min() < 0.999
 
 
@@ -151,22 +151,25 @@ def test_the_wheel_has_the_model(tmp_path: Path) -> None:
         assert f"selftpt/embedded/{name}" in names
 
 
-def test_things_say_shortly_what_they_are(model: Model) -> None:
-    assert repr(selftpt.Prompt.embedded()) == "Prompt(4 vectors, selftpt-tiny)"
-    assert repr(selftpt.zero_shot(model, ["cat", "dog"])) == "Classifier(2 classes, selftpt-tiny)"
+def test_representations_are_short(model: Model) -> None:
+    wanted = "Prompt(4 context vectors for selftpt-tiny, learned on 3000 images of 1000 classes)"
+    assert repr(selftpt.Prompt.embedded()) == wanted
+    assert repr(selftpt.zero_shot(model, ["cat", "dog"])) == "Classifier(2 classes: 'cat', 'dog'; model selftpt-tiny)"
 
 
 @pytest.mark.parametrize("wrong", [b"bytes", None, 3])
 def test_what_is_not_an_image_is_reported(model: Model, wrong: object) -> None:
-    told: list[Exception] = []
     classifier = selftpt.zero_shot(model, ["cat", "dog"])
-    assert list(classifier.predict(wrong, on_error=told.append)) == []  # type: ignore[arg-type]
-    assert str(told[0]).endswith(f"not {type(wrong).__name__}")
+    with pytest.raises(selftpt.SelfTPTError, match=f"images must be .*, not {type(wrong).__name__}"):
+        classifier.predict(wrong)  # type: ignore[call-overload]
+    errors: list[Exception] = []
+    assert classifier.predict([wrong], on_error=errors.append) == []  # type: ignore[list-item]
+    assert str(errors[0]).endswith(f"not {type(wrong).__name__}")
 
 
 def test_arrays_are_images(model: Model) -> None:
-    (answer,) = selftpt.zero_shot(model, ["cat", "dog"]).predict(np.zeros((32, 32, 3), np.uint8))
-    assert answer.path is None
+    prediction = selftpt.zero_shot(model, ["cat", "dog"]).predict(np.zeros((32, 32, 3), np.uint8))
+    assert prediction.path is None
 
 
 def test_without_a_command_there_is_the_help_alone(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Measures, records, methods and protocols."""
+"""Metrics and records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selftpt.errors import SelfTPTWarning
-from selftpt.evaluation.measures import calibration_error, harmonic, measure, top
+from selftpt.evaluation.metrics import accuracy, all_metrics, expected_calibration_error, harmonic_mean
 from selftpt.evaluation.runs import Runs
 
 PROBABILITIES = torch.tensor(
@@ -25,20 +25,20 @@ PROBABILITIES = torch.tensor(
 LABELS = torch.tensor([0, 3, 1, 5])
 
 
-def test_top() -> None:
-    assert top(PROBABILITIES, LABELS, 1) == 50
-    assert top(PROBABILITIES, LABELS, 5) == 75
-    assert top(PROBABILITIES[:, :2], torch.tensor([0, 1, 1, 1]), 5) == 100
+def test_top_k_accuracy() -> None:
+    assert accuracy(PROBABILITIES, LABELS, 1) == 50
+    assert accuracy(PROBABILITIES, LABELS, 5) == 75
+    assert accuracy(PROBABILITIES[:, :2], torch.tensor([0, 1, 1, 1]), 5) == 100
 
 
 def test_calibration_error_by_hand() -> None:
     """Two bins: of confidence 0.3 and 0.24, none right; of 0.7 and 0.9, both."""
     wanted = 100 * (abs(0 - (0.30 + 0.24)) + abs(2 - (0.70 + 0.90))) / 4
-    assert calibration_error(PROBABILITIES, LABELS, bins=2) == pytest.approx(wanted, rel=1e-5)
+    assert expected_calibration_error(PROBABILITIES, LABELS, bins=2) == pytest.approx(wanted, rel=1e-5)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40), st.integers(2, 8))
-def test_calibration_error_by_loops(seed: int, count: int, classes: int) -> None:
+def test_calibration_error_equals_a_loop_over_bins(seed: int, count: int, classes: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     probabilities = (3 * torch.randn(count, classes, generator=generator)).softmax(-1)
     labels = torch.randint(classes, (count,), generator=generator)
@@ -49,14 +49,14 @@ def test_calibration_error_by_loops(seed: int, count: int, classes: int) -> None
             accuracy = sum(int(probabilities[i].argmax()) == int(labels[i]) for i in members) / len(members)
             confidence = sum(float(probabilities[i].max()) for i in members) / len(members)
             wanted += len(members) / count * abs(accuracy - confidence)
-    assert calibration_error(probabilities, labels) == pytest.approx(100 * wanted, abs=1e-3)
+    assert expected_calibration_error(probabilities, labels) == pytest.approx(100 * wanted, abs=1e-3)
 
 
-def test_measure_and_harmonic() -> None:
-    found = measure(PROBABILITIES, LABELS)
+def test_all_metrics_and_harmonic_mean() -> None:
+    found = all_metrics(PROBABILITIES, LABELS)
     assert (found["top1"], found["top5"], found["images"], found["classes"]) == (50, 75, 4, 6)
-    assert harmonic(80, 60) == pytest.approx(68.5714, abs=1e-4)
-    assert harmonic(0, 0) == 0
+    assert harmonic_mean(80, 60) == pytest.approx(68.5714, abs=1e-4)
+    assert harmonic_mean(0, 0) == 0
 
 
 RECORD = {
@@ -87,7 +87,7 @@ def test_records_are_added_and_read(tmp_path: Path) -> None:
         assert again.last_seconds(RECORD | other) is None
 
 
-def test_timings_are_found_whatever_the_seed_and_kind_of_sequence(tmp_path: Path) -> None:
+def test_the_last_time_does_not_depend_on_the_seed(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.add(RECORD | {"seed": 1, "settings": {"learn": {"seed": 1, "views": ("end", "hand_crafted")}}})
     assert (
@@ -97,8 +97,8 @@ def test_timings_are_found_whatever_the_seed_and_kind_of_sequence(tmp_path: Path
     assert Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end",)}}}) is None
 
 
-def test_the_place_of_a_record_cut_short_is_taken(tmp_path: Path) -> None:
-    """A run that was killed as it wrote: its line goes, and the next record stands in its place."""
+def test_an_incomplete_record_is_replaced(tmp_path: Path) -> None:
+    """The line of a run that was killed while it wrote is replaced by the next record."""
     runs = Runs(tmp_path)
     runs.add(RECORD)
     with runs.file.open("a") as file:
@@ -110,8 +110,7 @@ def test_the_place_of_a_record_cut_short_is_taken(tmp_path: Path) -> None:
     assert [json.loads(line)["key"] for line in runs.file.read_text().splitlines()] == ["a", "c"]
 
 
-def test_two_writers(tmp_path: Path) -> None:
-    """Neither loses what the other adds."""
+def test_two_writers_keep_each_others_records(tmp_path: Path) -> None:
     first, second = Runs(tmp_path), Runs(tmp_path)
     for number, runs in enumerate([first, first, second, first]):
         runs.add({**RECORD, "key": str(number)})

@@ -35,8 +35,8 @@ from selftpt.files import (
     read_tensors,
     set_aside,
     write_after,
+    write_atomically,
     write_tensors,
-    write_whole,
 )
 
 
@@ -52,7 +52,7 @@ def refused(path: Path, *words: str, kind: str = "thing") -> None:
 
 def unwritable(path: Path, *words: str, content: bytes = b"new") -> None:
     with pytest.raises(SelfTPTError) as caught:
-        write_whole(path, content)
+        write_atomically(path, content)
     text = str(caught.value)
     assert "\n" not in text
     for word in (f"cannot write {path}", *words):
@@ -158,8 +158,8 @@ def test_path_that_is_not_utf8(tmp_path: Path) -> None:
 
 def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
     file = tmp_path / "a"
-    write_whole(file, b"old")
-    write_whole(file, b"new")
+    write_atomically(file, b"old")
+    write_atomically(file, b"new")
     assert file.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [file]
 
@@ -172,14 +172,14 @@ def test_it_is_written_beside_its_place(tmp_path: Path, monkeypatch: pytest.Monk
         moved.append((Path(old).parent, Path(old).read_bytes(), new))
 
     monkeypatch.setattr(os, "replace", replace)
-    write_whole(tmp_path / "a", b"new")
+    write_atomically(tmp_path / "a", b"new")
     assert moved == [(tmp_path, b"new", tmp_path / "a")]
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "a", b"")
+        write_atomically(tmp_path / "a", b"")
         (tmp_path / "b").touch()
     finally:
         assert os.umask(before) == 0o027
@@ -189,7 +189,7 @@ def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
 def test_the_longest_of_names(tmp_path: Path) -> None:
     file = tmp_path / ("x" * 255)
     check_writable(file)
-    write_whole(file, b"new")
+    write_atomically(file, b"new")
     assert file.read_bytes() == b"new"
 
 
@@ -222,7 +222,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(file, b"new")
+        write_atomically(file, b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
@@ -235,7 +235,7 @@ def test_a_limit_of_the_system_leaves_the_old_file(tmp_path: Path) -> None:
         "import resource, sys, pathlib, selftpt.files as files\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
         "try:\n"
-        "    files.write_whole(pathlib.Path(sys.argv[1]), bytes(5000))\n"
+        "    files.write_atomically(pathlib.Path(sys.argv[1]), bytes(5000))\n"
         "except files.SelfTPTError as error:\n"
         "    sys.exit(str(error))\n"
     )

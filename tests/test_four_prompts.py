@@ -17,8 +17,8 @@ from selftpt.methods.four_prompts import FOUR_PROMPTS, FourPromptsConfig
 from tests.helpers.methods import OTHERS, changed, check_method, learned, make_context, train_data, words
 from tests.helpers.models import relative, small
 from tests.oracle import four_prompts
-from tests.oracle.reference_sgd import minimise
 from tests.oracle.four_prompts import PLACES
+from tests.oracle.reference_sgd import minimise
 
 TEMPLATE = "a centered photo of {}, in the rain."
 

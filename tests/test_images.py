@@ -417,7 +417,7 @@ def test_the_default_report_is_a_warning() -> None:
 
 
 def preprocess(**config: Any) -> Preprocess:
-    return Preprocess.of({**vars(PreprocessCfg(size=32)), **config})
+    return Preprocess.from_config({**vars(PreprocessCfg(size=32)), **config})
 
 
 @pytest.mark.parametrize(

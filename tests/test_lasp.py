@@ -362,7 +362,7 @@ def test_wrong_configuration_is_refused(kind: type, wrong: dict[str, Any]) -> No
 def test_template_that_leaves_no_room_is_refused() -> None:
     long = dataclasses.replace(SHORT, templates=("{}", "a photo of the {} in the snow and rain and wind."))
     tiny = small("layerscale").model  # 32 positions
-    with pytest.raises(SelfTPTError, match="too long: 19 tokens"):
+    with pytest.raises(SelfTPTError, match="too long: it has 19 tokens"):
         Task.of(tiny, [*NAMES, names_of([19])[0]], long)
     Task.of(tiny, [*NAMES, names_of([18])[0]], long)
 

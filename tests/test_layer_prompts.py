@@ -1,4 +1,4 @@
-"""Prompts per layer in both towers equal open_clip's own blocks with rows replaced, and their gradients are exact."""
+"""Prompts per layer in both towers: features equal open_clip's blocks with replaced rows, and gradients are exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selftpt.models.tokenizer import tokenize
 from tests.helpers.models import BLOCKS, PACKED, SPECS, Small, names_of, relative, small
 from tests.oracle import layer_prompts as oracle
 
-OWN_TEXT = tuple(kind for kind, spec in SPECS.items() if spec.pool in ("end", "last"))  # not CoCa's, not BERT's
+TEXT_KINDS = tuple(kind for kind, spec in SPECS.items() if spec.pool in ("end", "last"))  # neither CoCa nor BERT
 CLASS_TOKEN = tuple(kind for kind in BLOCKS if kind not in ("worldwide", "clipa", "coca"))
 SENTENCES = ["a photo of a cat.", "a photo of a red kite", "a photo in the rain and snow.", "a photo of a cat."]
 
@@ -30,14 +30,14 @@ def vectors_of(width: int, layers: int, count: int, seed: int = 0) -> Tensor:
 
 @functools.cache
 def exact(kind: str) -> Small:
-    """A small model of its own with both towers in float64."""
+    """Return a separate copy of a small model with both towers in float64."""
     tiny = copy.deepcopy(small(kind, torch.float64))
     tiny.clip.visual.double()
     return tiny
 
 
 def image_of(kind: str) -> tuple[Small, Tensor, int, int]:
-    """A model with an image tower in float64, pixels, its width and its number of blocks."""
+    """Return a model with an image tower in float64, pixels, and the tower's width and number of blocks."""
     tiny = exact(kind)
     visual = tiny.clip.visual
     size = SPECS[kind].vision["image_size"]
@@ -53,7 +53,7 @@ def ids_of(tiny: Small, sentences: list[str] = SENTENCES) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_image_features_equal_open_clips_blocks(kind: str) -> None:
+def test_image_features_with_prompts_equal_open_clip_blocks(kind: str) -> None:
     tiny, pixels, width, layers = image_of(kind)
     for depth in range(1, layers + 1):
         vectors = vectors_of(width, depth, 3)
@@ -63,7 +63,7 @@ def test_image_features_equal_open_clips_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CLASS_TOKEN)
-def test_read_only_image_prompts_equal_a_mask(kind: str) -> None:
+def test_read_only_image_prompts_equal_masked_attention(kind: str) -> None:
     tiny, pixels, width, layers = image_of(kind)
     for depth in (1, layers):
         vectors = vectors_of(width, depth, 3)
@@ -74,7 +74,7 @@ def test_read_only_image_prompts_equal_a_mask(kind: str) -> None:
 
 @pytest.mark.parametrize("boolean", [False, True])
 @pytest.mark.parametrize("kind", ["vit", "qk-norm", "worldwide"])
-def test_attention_mask(kind: str, boolean: bool) -> None:
+def test_image_features_with_attention_mask_equal_open_clip_blocks(kind: str, boolean: bool) -> None:
     tiny, pixels, width, _ = image_of(kind)
     vectors = vectors_of(width, 2, 2)
     hidden = torch.rand(19, 19, generator=torch.Generator().manual_seed(2)) < 0.3
@@ -87,20 +87,20 @@ def test_attention_mask(kind: str, boolean: bool) -> None:
 @pytest.mark.parametrize("kind", ["vit", "coca"])
 def test_observer_is_given_the_input_of_each_block(kind: str) -> None:
     tiny, pixels, width, layers = image_of(kind)
-    vectors, wanted, found = vectors_of(width, 2, 2), list[Tensor](), dict[int, Tensor]()
-    oracle.image_features(tiny, pixels, vectors, hidden_states=wanted)
+    vectors, expected, found = vectors_of(width, 2, 2), list[Tensor](), dict[int, Tensor]()
+    oracle.image_features(tiny, pixels, vectors, hidden_states=expected)
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             tiny.model.image(pixels, LayerPrompts(vectors), observer=found.__setitem__)
         assert list(found) == list(range(layers))
-        for layer, states in enumerate(wanted):
+        for layer, states in enumerate(expected):
             assert relative(found[layer], states) < 1e-9
         assert torch.equal(found[1][:, -2:], vectors[1].expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_no_image_rows_change_no_bit(kind: str, dtype: torch.dtype) -> None:
+def test_empty_image_prompts_do_not_change_features(kind: str, dtype: torch.dtype) -> None:
     tiny, pixels, width, layers = image_of(kind)
     tower = tiny.model.image if dtype == torch.float64 else small(kind).model.image
     empty = LayerPrompts(torch.zeros(layers, 0, width, dtype=dtype))
@@ -119,7 +119,7 @@ def test_image_gradients_equal_finite_differences(kind: str, read_only: bool) ->
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_image_prompts(data: st.DataObject) -> None:
+def test_image_features_with_random_prompt_shapes_equal_open_clip_blocks(data: st.DataObject) -> None:
     tiny, pixels, width, layers = image_of(data.draw(st.sampled_from(CLASS_TOKEN)))
     depth, count = data.draw(st.integers(1, layers)), data.draw(st.integers(1, 5))
     read_only = data.draw(st.booleans())
@@ -128,13 +128,13 @@ def test_any_image_prompts(data: st.DataObject) -> None:
     assert relative(found, oracle.image_features(tiny, pixels, vectors, read_only)) < 1e-9
 
 
-def test_wrong_image_prompts_are_refused() -> None:
+def test_unsupported_image_prompts_raise() -> None:
     tiny, pixels, width, layers = image_of("vit")
     for shape in [(1, width), (layers + 1, 2, width), (1, 2, width + 1), (0, 2, width)]:
         with pytest.raises(SelfTPTError, match="must have the shape"):
             tiny.model.image(pixels, LayerPrompts(torch.zeros(shape, dtype=torch.float64)))
     other = small("resnet").model.image
-    with pytest.raises(SelfTPTError, match="not a ViT of open_clip"):
+    with pytest.raises(SelfTPTError, match="does not support prompts per layer"):
         other(torch.zeros(1, 3, 64, 64), LayerPrompts(torch.zeros(1, 1, 8)))
     coca, pixels, width, _ = image_of("coca")
     with pytest.raises(SelfTPTError, match="attentional pooling"):
@@ -144,21 +144,21 @@ def test_wrong_image_prompts_are_refused() -> None:
 # The text tower
 
 
-@pytest.mark.parametrize("kind", OWN_TEXT)
-def test_text_features_equal_open_clips_blocks(kind: str) -> None:
+@pytest.mark.parametrize("kind", TEXT_KINDS)
+def test_text_features_with_prompts_equal_open_clip_blocks(kind: str) -> None:
     tiny = small(kind, torch.float64)
     tower = tiny.model.text
     for depth in range(1, tower.layers + 1):
         vectors = vectors_of(tower.width, depth, 2)
-        wanted = oracle.text_features(tiny, SENTENCES, vectors)
+        expected = oracle.text_features(tiny, SENTENCES, vectors)
         for chunk in (None, 1, 3):
             found = encode_sentences(tower, ids_of(tiny), chunk, LayerPrompts(vectors))
-            assert relative(found, wanted) < 1e-9
-        assert relative(wanted, encode_sentences(tower, ids_of(tiny))) > 1e-3
+            assert relative(found, expected) < 1e-9
+        assert relative(expected, encode_sentences(tower, ids_of(tiny))) > 1e-3
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_read_only_text_prompts_equal_a_mask(kind: str) -> None:
+def test_read_only_text_prompts_equal_masked_attention(kind: str) -> None:
     tiny = small(kind, torch.float64)
     for depth in (1, tiny.model.text.layers):
         vectors = vectors_of(tiny.model.text.width, depth, 3)
@@ -170,26 +170,25 @@ def test_read_only_text_prompts_equal_a_mask(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "layerscale", "worldwide", "siglip"])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_deep_prompts_of_an_encoder(kind: str, chunk: int | None) -> None:
-    """As MaPLe: two vectors in the place of "a photo", then "of a", the name and the full stop; also in chunks."""
+def test_text_encoder_with_prompts_per_layer_and_infix(kind: str, chunk: int | None) -> None:
+    """As in MaPLe, two prompt vectors replace "a photo" and are followed by "of a", the name and the full stop."""
     tiny = small(kind, torch.float64)
     names = ["cat", "red kite", "bird on the lake", "dog"]
     tokens = tokenize(names, tiny.model.text.tokenizer, 20)
     encoder = TextEncoder(tiny.model.text, tokens, 2, ("end",), chunk=chunk, infix="of a ")
     vectors = vectors_of(tiny.model.text.width, 2, 2).requires_grad_()
-    wanted = oracle.text_features(tiny, [f"a photo of a {name}." for name in names], vectors)
-    assert relative(encoder(vectors)[0], wanted) < 1e-9
-    u = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(3), dtype=wanted.dtype)
-    (by_vectors,) = torch.autograd.grad(wanted, vectors, u, create_graph=True)
+    expected = oracle.text_features(tiny, [f"a photo of a {name}." for name in names], vectors)
+    assert relative(encoder(vectors)[0], expected) < 1e-9
+    u = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=expected.dtype)
+    (gradient,) = torch.autograd.grad(expected, vectors, u, create_graph=True)
     v = vectors_of(tiny.model.text.width, 2, 2, seed=5)
-    (second,) = torch.autograd.grad((by_vectors * v).sum(), vectors)
-    assert relative(encoder.vjp(vectors.detach(), u[None])[0], by_vectors) < 1e-9
-    assert relative(encoder.hvp(vectors.detach(), u[None], v)[0], second) < 1e-9
+    (hvp,) = torch.autograd.grad((gradient * v).sum(), vectors)
+    assert relative(encoder.vjp(vectors.detach(), u[None])[0], gradient) < 1e-9
+    assert relative(encoder.hvp(vectors.detach(), u[None], v)[0], hvp) < 1e-9
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_deep_prompts_in_every_view(kind: str) -> None:
-    """The rows of the prompt are replaced wherever they stand."""
+def test_prompts_per_layer_in_end_and_front_views(kind: str) -> None:
     tiny = small(kind, torch.float64)
     names = names_of([3, 1, 2])
     tokens = tokenize(names, tiny.model.text.tokenizer, 20)
@@ -204,8 +203,8 @@ def test_deep_prompts_in_every_view(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", OWN_TEXT)
-def test_no_text_rows_change_no_bit(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", TEXT_KINDS)
+def test_empty_text_prompts_do_not_change_features(kind: str, dtype: torch.dtype) -> None:
     tower = small(kind, dtype).model.text
     ids = ids_of(small(kind))
     empty = LayerPrompts(torch.zeros(tower.layers, 0, tower.width, dtype=dtype))
@@ -216,7 +215,7 @@ def test_no_text_rows_change_no_bit(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "read_only"),
-    [(kind, way) for kind in ("vit", "vit-quickgelu", "layerscale", "qk-norm") for way in (False, True)]
+    [(kind, read_only) for kind in ("vit", "vit-quickgelu", "layerscale", "qk-norm") for read_only in (False, True)]
     + [("siglip", False)],
 )
 def test_text_gradients_equal_finite_differences(kind: str, read_only: bool) -> None:
@@ -230,7 +229,7 @@ def test_text_gradients_equal_finite_differences(kind: str, read_only: bool) -> 
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_text_prompts(data: st.DataObject) -> None:
+def test_text_features_with_random_prompt_shapes_equal_open_clip_blocks(data: st.DataObject) -> None:
     tiny = small(data.draw(st.sampled_from(["vit", "layerscale", "worldwide", "siglip", "mobileclip"])), torch.float64)
     sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
     sentences = [f"a photo {name}" for name in names_of(sizes)]
@@ -246,23 +245,22 @@ def test_any_text_prompts(data: st.DataObject) -> None:
 
 def test_text_observer_is_given_packed_rows() -> None:
     tiny = small("vit", torch.float64)
-    ids, seen = ids_of(tiny), dict[int, Tensor]()
+    ids, found = ids_of(tiny), dict[int, Tensor]()
     forward = PackedTextForward(tiny.model.text, [[[-1, *sentence[1:]] for sentence in ids]], False)
     vectors = vectors_of(tiny.model.text.width, 3, 1)
-    forward(vectors, seen.__setitem__)
-    assert list(seen) == [0, 1, 2]
+    forward(vectors, found.__setitem__)
+    assert list(found) == [0, 1, 2]
     for layer in (1, 2):
-        assert torch.equal(seen[layer][0], vectors[layer, 0])  # the shared prefix comes first
+        assert torch.equal(found[layer][0], vectors[layer, 0])  # the shared prefix comes first
 
 
-def test_shared_prefix_is_found() -> None:
-    """Words that all sentences begin with run once, also behind a deep prompt."""
+def test_shared_prefix_includes_common_words_after_the_prompt() -> None:
     tiny = small("vit", torch.float64)
     forward = PackedTextForward(tiny.model.text, [[[-1, -2, *sentence[2:]] for sentence in ids_of(tiny)[:2]]], False)
     assert forward.segments[0].size == 4  # two vectors, "of" and "a"
 
 
-def test_wrong_text_prompts_are_refused() -> None:
+def test_unsupported_text_prompts_raise() -> None:
     tiny = small("vit", torch.float64)
     tower, ids = tiny.model.text, ids_of(tiny)
     with pytest.raises(SelfTPTError, match="must have the shape"):
@@ -286,10 +284,10 @@ def model_of(kind: str) -> Model:
 @pytest.mark.parametrize("kind", SPECS)
 def test_encode_text_equals_open_clip(kind: str) -> None:
     tiny = small(kind)
-    wanted = tiny.clip.encode_text(tiny.tokenizer(SENTENCES, context_length=tiny.context), normalize=False)
-    assert relative(tiny.model.encode_text(SENTENCES), wanted) < 1e-5
-    unit = tiny.model.encode_text(tuple(SENTENCES), normalize=True)
-    assert torch.allclose(unit.norm(dim=-1), torch.ones(4), atol=1e-6)
+    expected = tiny.clip.encode_text(tiny.tokenizer(SENTENCES, context_length=tiny.context), normalize=False)
+    assert relative(tiny.model.encode_text(SENTENCES), expected) < 1e-5
+    normalised = tiny.model.encode_text(tuple(SENTENCES), normalize=True)
+    assert torch.allclose(normalised.norm(dim=-1), torch.ones(4), atol=1e-6)
     assert tiny.model.encode_text([]).shape == (0, tiny.spec.dimension)
 
 
@@ -308,17 +306,17 @@ def test_encode_image_equals_open_clip(kind: str) -> None:
     size = SPECS[kind].vision["image_size"]
     pixels = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     floats = tiny.model.preprocess.normalize(pixels).requires_grad_()
-    wanted = tiny.clip.encode_image(floats, normalize=False)
+    expected = tiny.clip.encode_image(floats, normalize=False)
     for given_pixels in (pixels, floats):
-        assert relative(tiny.model.encode_image(given_pixels), wanted) < 1e-5
+        assert relative(tiny.model.encode_image(given_pixels), expected) < 1e-5
     found = tiny.model.encode_image(floats, normalize=True)
     assert torch.allclose(found, tiny.model.encode_images(pixels), atol=1e-5)
-    u = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0))
-    gradients = [torch.autograd.grad(f, floats, u)[0] for f in (tiny.model.encode_image(floats), wanted)]
+    u = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
+    gradients = [torch.autograd.grad(f, floats, u)[0] for f in (tiny.model.encode_image(floats), expected)]
     assert relative(*gradients) < 1e-4
 
 
-def test_encode_image_with_prompts() -> None:
+def test_encode_image_with_prompts_is_differentiable() -> None:
     model = model_of("vit")
     vectors = vectors_of(32, 2, 2).float().requires_grad_()
     pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
@@ -329,12 +327,12 @@ def test_encode_image_with_prompts() -> None:
     assert model.encode_image(pixels, LayerPrompts(vectors, read_only=True)).shape == (2, 2, 24)
 
 
-def test_wrong_texts_are_refused() -> None:
+def test_invalid_texts_raise() -> None:
     model = model_of("vit")
     for wrong in ("cat", ["cat", 1], [b"cat"]):
         with pytest.raises(SelfTPTError, match="sequence of str"):
             model.encode_text(wrong)  # type: ignore[arg-type]
-    with pytest.raises(SelfTPTError, match="too long: 80 tokens"):
+    with pytest.raises(SelfTPTError, match="too long: it has 80 tokens"):
         model.encode_text([" ".join(["cat"] * 80)])
-    with pytest.raises(SelfTPTError, match="keeps for itself"):
+    with pytest.raises(SelfTPTError, match="special token"):
         model.encode_text(["cat <end_of_text>"])

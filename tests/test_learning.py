@@ -1,4 +1,4 @@
-"""Stage 1: the loop, its files, and that nothing disturbs its bits."""
+"""Stage 1: training, checkpoints and logs, and bitwise reproducibility."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from selftpt.models.tokenizer import class_tokens
 from selftpt.training import RunFiles, State, checkpoints, learning_rate
 from tests.helpers.folders import make_model, make_photos
 from tests.helpers.models import model, small
-from tests.oracle import plain
+from tests.oracle import reference
 
 NAMES = ("red fox", "blue whale", "kite", "old man of the sea")
 
 
 def source(count: int = 8, epochs: int = 3, dimension: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Made-up features [N, epochs, D] and labels [N]."""
+    """Random features [N, epochs, D] and labels [N]."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, epochs, dimension, generator=generator)
     return F.normalize(features, dim=-1), torch.arange(count) % len(NAMES)
@@ -52,7 +52,7 @@ def same_bits(a: Prompt, b: Prompt) -> bool:
     return all(torch.equal(x, y) for x, y in zip((a.context, *a.head), (b.context, *b.head), strict=True))
 
 
-def test_the_rate_is_flat_in_the_first_epoch_and_then_a_cosine_over_all_epochs() -> None:
+def test_learning_rate_is_constant_in_the_first_epoch_and_then_follows_a_cosine() -> None:
     config = LearnConfig(epochs=10, lr=0.002, warmup_lr=1e-5)
     assert learning_rate(0, config) == 1e-5
     assert learning_rate(1, config) == 0.002
@@ -60,8 +60,8 @@ def test_the_rate_is_flat_in_the_first_epoch_and_then_a_cosine_over_all_epochs()
     assert learning_rate(9, config) == pytest.approx(0.002 * (1 + math.cos(0.8 * math.pi)) / 2)
 
 
-def test_learning_equals_a_loop_of_plain_steps() -> None:
-    """Algorithm 1 with the oracle's gradients and SGD written out."""
+def test_learn_equals_sgd_on_the_reference_losses() -> None:
+    """Algorithm 1 with the reference gradients and SGD written out."""
     config = LearnConfig(epochs=3, batch=3, lr=0.05, warmup_lr=0.01, length=2, words="photo of")
     tiny = small("vit", torch.float64)
     tokens = class_tokens(tiny.model.text.tokenizer, NAMES, 2, config.contrast)
@@ -81,16 +81,16 @@ def test_learning_equals_a_loop_of_plain_steps() -> None:
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(config.seed * 100_003 + epoch))
         for i in range(0, len(labels) - 2, 3):
             chosen = order[i : i + 3]
-            joint = plain.joint(
+            joint = reference.joint(
                 tiny, NAMES, parameters[0], parameters[1:], features[chosen, epoch].double(), labels[chosen],
-                1 / tiny.model.scale, gradients, plain.Settings(decay=config.decay),
+                1 / tiny.model.scale, gradients, reference.Settings(decay=config.decay),
             )  # fmt: skip
             gradients.append(joint.by_ce)
             for p, m, g in zip(parameters, momentum, [joint.prompt, *joint.head], strict=True):
                 m.mul_(0.9).add_(g + 5e-4 * p)
                 p.sub_(learning_rate(epoch, config) * m)
-    for found, wanted in zip((learned.context, *learned.head), parameters, strict=True):
-        assert (found - wanted).norm() <= 2e-4 * wanted.norm() + 1e-6
+    for found, expected in zip((learned.context, *learned.head), parameters, strict=True):
+        assert (found - expected).norm() <= 2e-4 * expected.norm() + 1e-6
     assert (learned.context - tiny.embedding[torch.tensor(tiny.encode("photo of"))]).norm() > 1e-2
 
 
@@ -102,7 +102,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_run_stopped_after_an_epoch_ends_with_the_same_bits(
+def test_a_run_interrupted_after_an_epoch_resumes_bitwise_identically(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = LearnConfig(epochs=3, gm=0.5)
@@ -201,7 +201,7 @@ HARM: list[tuple[Callable[[Path], None], str]] = [
 def test_a_damaged_checkpoint_is_set_aside(
     harm: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a warning, and the run ends as if there had been none, with its log."""
+    """There is a warning, and the run starts again from the beginning, with a complete log."""
     config, out, whole = LearnConfig(epochs=2), tmp_path / "p", tmp_path / "whole"
     checkpoint = interrupted(out, monkeypatch, config)
     harm(checkpoint)
@@ -215,14 +215,14 @@ def test_a_damaged_checkpoint_is_set_aside(
     assert not checkpoint.exists()
 
 
-def test_a_pipe_in_the_place_of_a_checkpoint_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_checkpoint_does_not_block_a_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.checkpoint")
     with pytest.warns(SelfTPTWarning, match="not a regular file"):
         assert same_bits(run(LearnConfig(epochs=1), tmp_path / "p"), run(LearnConfig(epochs=1)))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_state_is_restored_as_a_whole_or_not_at_all(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_a_state_is_restored_completely_or_not_at_all(optimizer: type[torch.optim.Optimizer]) -> None:
     def make() -> State:
         parameters = [torch.ones(2, 3), torch.zeros(4)]
         return State(parameters, optimizer(parameters, lr=0.1), remembers={"average": torch.zeros(2)})  # type: ignore[call-arg]
@@ -278,7 +278,7 @@ selftpt.learn(model, sys.argv[2], selftpt.LearnConfig(epochs=40, batch=2), out=s
 """
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_killed_at_any_moment_resumes_bitwise_identically(tmp_path: Path) -> None:
     """kill -9 while features are computed or prompts are learned, several times over."""
     folder, photos = make_model(tmp_path / "model"), make_photos(tmp_path / "photos")
 
@@ -302,7 +302,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(tmp_path: Path) -> None
     assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
 
 
-def test_the_log_tells_every_step(tmp_path: Path) -> None:
+def test_the_log_has_one_line_per_step(tmp_path: Path) -> None:
     out = tmp_path / "p.safetensors"
     config = LearnConfig(epochs=2, batch=3)
     run(config, out)
@@ -328,7 +328,7 @@ def test_each_loss_can_be_left_out(tmp_path: Path) -> None:
         assert all(not torch.equal(a, b) for b in contexts[i + 1 :])
 
 
-def test_a_drawn_class_list_has_the_batch_s_own_classes_and_no_other_twice() -> None:
+def test_a_sampled_class_list_has_the_classes_of_the_batch_and_no_duplicates() -> None:
     config = LearnConfig(classes_per_step=3)
     tokens = class_tokens(model().text.tokenizer, NAMES, 4, config.contrast)
     lists = ClassLists(model(), tokens, config)
@@ -344,7 +344,7 @@ def test_a_drawn_class_list_has_the_batch_s_own_classes_and_no_other_twice() -> 
     assert drawn == {1, 3}
 
 
-def test_drawing_all_classes_learns_what_not_drawing_learns(tmp_path: Path) -> None:
+def test_sampling_all_classes_equals_no_sampling(tmp_path: Path) -> None:
     drawn, whole = run(LearnConfig(epochs=2, classes_per_step=4)), run(LearnConfig(epochs=2))
     assert torch.allclose(drawn.context, whole.context, atol=1e-5)
     few = run(LearnConfig(epochs=2, classes_per_step=2), tmp_path / "few")
@@ -366,7 +366,7 @@ def test_learning_from_a_folder_reads_no_image_twice(tmp_path: Path, monkeypatch
     assert Prompt.load(tmp_path / "a").digest == prompt.digest
 
 
-def test_a_bad_image_is_reported_and_left_out_but_not_a_whole_class(tmp_path: Path) -> None:
+def test_an_unusable_image_is_left_out_but_a_class_without_images_is_an_error(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
     (photos / "kite" / "0.png").write_text("not a image")
     with pytest.warns(SelfTPTWarning, match=r"left out .*kite/0.png"):
@@ -377,7 +377,7 @@ def test_a_bad_image_is_reported_and_left_out_but_not_a_whole_class(tmp_path: Pa
         learn(model(), photos, LearnConfig(epochs=1), on_error=lambda error: None)
 
 
-def test_losses_that_are_no_numbers_stop_the_run(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(SelfTPTError, match="lower the learning rate"):
         run(LearnConfig(epochs=3, lr=1e30, warmup_lr=1e30), tmp_path / "p")
     assert not (tmp_path / "p").exists()
@@ -390,9 +390,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path: P
 
 
 @pytest.mark.parametrize("length", [1, 3, 6])
-def test_the_context_starts_from_the_last_words_and_drawn_vectors_before_them(length: int) -> None:
+def test_initial_context_is_the_last_words_after_random_vectors(length: int) -> None:
     config = LearnConfig(length=length, epochs=1, warmup_lr=1e-30, weight_decay=0, momentum=0)
-    words = model().text.words("a photo of a")
+    words = model().text.embed_words("a photo of a")
     context = run(config).context
     assert torch.equal(context[-4:], words[-length:])
     if length > 4:
@@ -414,7 +414,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     [{"views": ("end",)}, {"views": ("end", "end")}, {"views": ("end", "back")}, {"temperature": 0},
      {"reduction": "max"}, {"template": "a photo"}, {"template": "{} {}"}],
 )  # fmt: skip
-def test_wrong_contrasts_are_refused(wrong: dict[str, object]) -> None:
+def test_wrong_contrast_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(SelfTPTError):
         ContrastConfig(**wrong)  # type: ignore[arg-type]
 
@@ -422,12 +422,12 @@ def test_wrong_contrasts_are_refused(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_learn_works_without_gradient_mode(tmp_path: Path, mode: type) -> None:
     photos, config = make_photos(tmp_path / "photos"), LearnConfig(epochs=2)
-    wanted = learn(model(), photos, config)
+    expected = learn(model(), photos, config)
     with mode():
         found = learn(model(), photos, config)
         features = torch.nn.functional.normalize(torch.ones(4, 24), dim=-1)  # an inference tensor
         learn(model(), Source.from_features(features, [0, 1, 0, 1], ["cat", "kite"]), config)
-    assert torch.equal(found.context, wanted.context)
+    assert torch.equal(found.context, expected.context)
     assert found.context.clone().requires_grad_().sum().requires_grad
 
 

@@ -1,4 +1,4 @@
-"""What holds for every method of the table: seeds, files, few and many classes, company, and weights left alone."""
+"""Properties of every method of `METHODS`: seeds, files, class lists of any length, batches, frozen weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from tests.helpers.methods import raise_error
 from tests.helpers.models import model
 
 NAMES = ("red fox", "blue whale", "kite")
-SENTENCE = "a photo of a {}."
+TEMPLATE = "a photo of a {}."
 THINGS = tuple(f"thing {i}" for i in range(1000))
 SMALL = {  # of all methods that have such settings
     "learn.epochs": 2,
@@ -50,8 +51,8 @@ SEEDS = {name: "learn.seed" if method.needs_labels else "seed" for name, method 
 
 
 @dataclass
-class World:
-    """Labelled images to learn from, and others to answer for."""
+class Data:
+    """Labelled images to learn from, and test images."""
 
     folder: Path
     source: Source
@@ -59,47 +60,47 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    folder = tmp_path_factory.mktemp("world")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    folder = tmp_path_factory.mktemp("data")
     source = Source.from_folder(make_photos(folder / "source", each=2))
     (folder / "descriptors.json").write_text(json.dumps({name: ["red", "a tail"] for name in (*NAMES, *THINGS)}))
-    asked = images_in(make_photos(folder / "asked", ("x", "y"), each=2))
-    make_generated(folder / "generated", asked, SMALL["views"] - 1)
-    return World(folder, source, asked)
+    case = images_in(make_photos(folder / "test", ("x", "y"), each=2))
+    make_generated(folder / "generated", case, SMALL["views"] - 1)
+    return Data(folder, source, case)
 
 
-def small_config(name: str, world: World, **more: Any) -> Any:
+def small_config(name: str, data: Data, **more: Any) -> Any:
     method = METHODS[name]
-    own = {key: str(world.folder / file) for key, file in (("descriptors", "descriptors.json"), ("generated",) * 2)}
+    own = {key: str(data.folder / file) for key, file in (("descriptors", "descriptors.json"), ("generated",) * 2)}
     changes = {key: value for key, value in (SMALL | own).items() if kind_of(method.config, key.split("."))}
     return configure(method, changes | more)
 
 
 def blocks_of(fitted: FittedMethod, images: list[Path], on_error: Any = raise_error) -> list[Block]:
-    """What a fitted method sees of images."""
+    """The blocks of views that a fitted method gets."""
     specs = fitted.method.views(fitted.config)
     provider = FeatureProvider(fitted.model, specs, Cache(), fixed_batch=True, on_error=on_error)
     return list(provider.blocks(images, pixels=fitted.inputs == "pixels"))
 
 
-class Asked:
-    """A method fitted in a folder, and its answers for the world's images."""
+class FittedCase:
+    """A method fitted in a folder, with its probabilities for the test images."""
 
-    def __init__(self, name: str, world: World, folder: Path, own: Model | None = None, **changes: Any) -> None:
-        self.method, self.model, self.world = METHODS[name], own or model(), world
-        self.config = small_config(name, world, **changes)
-        source = world.source if self.method.needs_labels else None
+    def __init__(self, name: str, data: Data, folder: Path, own: Model | None = None, **changes: Any) -> None:
+        self.method, self.model, self.data = METHODS[name], own or model(), data
+        self.config = small_config(name, data, **changes)
+        source = data.source if self.method.needs_labels else None
         context = FitContext(self.model, source, folder, Cache(), on_error=raise_error)
         self.fitted = self.method.fit(context, self.config)
 
     def views(self) -> Tensor:
-        """What the method sees of the images, [N, V, ...]."""
-        return torch.cat([block.views for block in blocks_of(self.fitted, self.world.images)])
+        """The views that the method gets, [N, V, ...]."""
+        return torch.cat([block.views for block in blocks_of(self.fitted, self.data.images)])
 
     def predictor(self, names: tuple[str, ...] = NAMES) -> Predictor:
-        return self.fitted.for_classes(names, SENTENCE)
+        return self.fitted.for_classes(names, TEMPLATE)
 
-    def answer(self, names: tuple[str, ...] = NAMES) -> Tensor:
+    def probabilities(self, names: tuple[str, ...] = NAMES) -> Tensor:
         return self.predictor(names)(self.views())
 
 
@@ -112,38 +113,36 @@ def check_probabilities(answer: Tensor, shape: tuple[int, int]) -> None:
 
 
 @every_method
-def test_probabilities_the_same_each_time(name: str, world: World, tmp_path: Path) -> None:
-    first = Asked(name, world, tmp_path / "first").answer()
-    check_probabilities(first, (len(world.images), len(NAMES)))
-    assert torch.equal(Asked(name, world, tmp_path / "second").answer(), first)
+def test_the_same_seed_gives_the_same_probabilities(name: str, data: Data, tmp_path: Path) -> None:
+    first = FittedCase(name, data, tmp_path / "first").probabilities()
+    check_probabilities(first, (len(data.images), len(NAMES)))
+    assert torch.equal(FittedCase(name, data, tmp_path / "second").probabilities(), first)
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_another_seed_answers_another(name: str, world: World, tmp_path: Path) -> None:
-    answers = [Asked(name, world, tmp_path, **{SEEDS[name]: seed}).answer() for seed in (1, 2)]
+def test_another_seed_gives_other_probabilities(name: str, data: Data, tmp_path: Path) -> None:
+    answers = [FittedCase(name, data, tmp_path, **{SEEDS[name]: seed}).probabilities() for seed in (1, 2)]
     assert not torch.equal(*answers)
 
 
 @every_method
 @pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.slow)])
-def test_few_and_many_classes(name: str, count: int, world: World, tmp_path: Path) -> None:
-    """Of names that the source does not have."""
-    answer = Asked(name, world, tmp_path).answer(THINGS[:count])
-    check_probabilities(answer, (len(world.images), count))
+def test_class_lists_of_any_length_are_classified(name: str, count: int, data: Data, tmp_path: Path) -> None:
+    """The class names are not those of the source."""
+    answer = FittedCase(name, data, tmp_path).probabilities(THINGS[:count])
+    check_probabilities(answer, (len(data.images), count))
 
 
 @every_method
-def test_what_was_learned_is_found_again(
-    name: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = Asked(name, world, tmp_path)
-    answer = before.answer()
+def test_learned_parameters_are_reused(name: str, data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = FittedCase(name, data, tmp_path)
+    answer = before.probabilities()
 
     def never(*_: object) -> None:
         raise AssertionError("it learns again")
 
     monkeypatch.setattr(training.RunFiles, "finish", never)
-    assert torch.equal(Asked(name, world, tmp_path).answer(), answer)
+    assert torch.equal(FittedCase(name, data, tmp_path).probabilities(), answer)
     classifier = before.predictor().classifier
     if classifier is not None:
         classifier.save(tmp_path / "classifier")
@@ -151,26 +150,26 @@ def test_what_was_learned_is_found_again(
 
 
 @every_method
-def test_a_batch_is_one_by_one(name: str, world: World, tmp_path: Path) -> None:
-    """And nothing is left of a image when the next one comes."""
-    asked = Asked(name, world, tmp_path)
-    predictor, shown = asked.predictor(), asked.views()
-    together = predictor(shown)
-    assert torch.equal(predictor(shown), together), "it remembers"
-    if asked.method.transductive:  # it adapts to all images
+def test_a_batch_equals_its_images_one_by_one(name: str, data: Data, tmp_path: Path) -> None:
+    """No state is carried over from one image to the next."""
+    case = FittedCase(name, data, tmp_path)
+    predictor, views = case.predictor(), case.views()
+    together = predictor(views)
+    assert torch.equal(predictor(views), together), "it remembers"
+    if case.method.transductive:  # it adapts to all images
         return
-    alone = torch.cat([predictor(one[None]) for one in shown])
+    alone = torch.cat([predictor(one[None]) for one in views])
     torch.testing.assert_close(alone, together, rtol=0, atol=1e-5)
-    turned = predictor(shown.flip(0)).flip(0)
+    turned = predictor(views.flip(0)).flip(0)
     torch.testing.assert_close(turned, together, rtol=0, atol=1e-5)
 
 
 @every_method
-def test_the_model_is_left_alone(name: str, world: World, tmp_path: Path) -> None:
-    asked = Asked(name, world, tmp_path)
-    clip = asked.model.clip
+def test_the_model_is_not_changed(name: str, data: Data, tmp_path: Path) -> None:
+    case = FittedCase(name, data, tmp_path)
+    clip = case.model.clip
     before, training_mode = _digest(clip, {}), clip.training
-    asked.answer()
+    case.probabilities()
     assert _digest(clip, {}) == before
     assert not any(p.requires_grad or p.grad is not None for p in clip.parameters())
     assert clip.training == training_mode
@@ -178,15 +177,15 @@ def test_the_model_is_left_alone(name: str, world: World, tmp_path: Path) -> Non
 
 
 @every_method
-def test_a_classifier_or_a_declared_need(name: str, world: World, tmp_path: Path) -> None:
-    """What needs only names gives a classifier; all else says in the table what it needs."""
-    asked = Asked(name, world, tmp_path)
-    method, cost = asked.method, asked.method.cost(asked.config)
-    if asked.predictor().classifier is not None:
+def test_a_method_is_a_classifier_or_declares_what_it_needs(name: str, data: Data, tmp_path: Path) -> None:
+    """A method that needs only class names gives a classifier; the table says what any other needs."""
+    case = FittedCase(name, data, tmp_path)
+    method, cost = case.method, case.method.cost(case.config)
+    if case.predictor().classifier is not None:
         assert cost == "1 view"
         assert not method.transductive
     else:
-        assert cost != "1 view" or method.transductive or method.needs != "features"
+        assert cost != "1 view" or method.transductive or method.inputs != "features"
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +201,14 @@ def predict(run: Run, place: Path) -> Callable[..., Any]:
     return functools.partial(run, "predict", place / "photos" / "kite", "--model", place / "model", "--method")
 
 
-def test_predict_by_a_method(predict: Run, place: Path) -> None:
+def test_predict_command_with_a_method(predict: Run, place: Path) -> None:
     answer = predict("clip", "--names", "cat,dog", "--json")
     rows = [json.loads(line) for line in answer.out.splitlines()]
     assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png"]
     assert all({*row["names"]} == {"cat", "dog"} for row in rows)
 
 
-def test_predict_by_a_method_that_learns(predict: Run, place: Path) -> None:
+def test_predict_command_with_a_method_that_learns(predict: Run, place: Path) -> None:
     learned = ["coop", "--source", place / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
     first, again = predict(*learned), predict(*learned)
     assert first.code == 0, first.err
@@ -220,11 +219,11 @@ def test_predict_command_equals_the_library(predict: Run, place: Path) -> None:
     from selftpt.models import load_model
 
     own = load_model(str(place / "model"), device="cpu")
-    for name, template in (("clip", "{} it is."), ("waffleclip", SENTENCE)):
+    for name, template in (("clip", "{} it is."), ("waffleclip", TEMPLATE)):
         predictor = METHODS[name].fit(FitContext(own)).for_classes(["cat", "dog"], template)
-        wanted = [list(p.probabilities) for p in predictor.predict(images_in(place / "photos" / "kite"))]
+        expected = [list(p.probabilities) for p in predictor.predict(images_in(place / "photos" / "kite"))]
         answer = predict(name, "--names", "cat,dog", "--template", template, "--json")
-        assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == wanted
+        assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == expected
 
 
 @pytest.mark.parametrize(
@@ -247,11 +246,11 @@ def test_predict_command_equals_the_library(predict: Run, place: Path) -> None:
     ],
     ids=lambda value: " ".join(value[:1]) if isinstance(value, list) else "",
 )
-def test_a_senseless_wish_is_refused(predict: Run, arguments: list[str], words: list[str]) -> None:
+def test_contradictory_options_are_refused(predict: Run, arguments: list[str], words: list[str]) -> None:
     refused(predict(*arguments), *words)
 
 
-def test_a_bad_image_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
+def test_an_unusable_image_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path, ("a",), each=2)
     (photos / "a" / "0.png").write_text("no image")
     command = ["predict", photos, "--model", place / "model", "--names", "cat,dog", "--json", "--method"]
@@ -264,27 +263,27 @@ def test_a_bad_image_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["clip", "tda"])
-def test_no_image(run: Run, place: Path, method: str) -> None:
+def test_an_empty_list_of_images_is_refused(run: Run, place: Path, method: str) -> None:
     refused(run("predict", "-", "--model", place / "model", "--method", method, "--names", "cat,dog"), "no image")
 
 
 @pytest.mark.parametrize("name", ["coop", "kgcoop"])
-def test_only_unreadable_images_are_counted(name: str, world: World, tmp_path: Path) -> None:
-    """Not those beyond the number of shots, neither after training nor when the learned file is found again."""
-    config = small_config(name, world, **{"learn.shots": 1})
+def test_only_unreadable_images_are_counted(name: str, data: Data, tmp_path: Path) -> None:
+    """Images beyond the number of shots do not count, neither after training nor when the file is reused."""
+    config = small_config(name, data, **{"learn.shots": 1})
     for _ in range(2):
-        context = FitContext(model(), world.source, tmp_path, Cache(), on_error=raise_error)
+        context = FitContext(model(), data.source, tmp_path, Cache(), on_error=raise_error)
         METHODS[name].fit(context, config)
         assert context.unreadable == 0
 
 
-def test_pixels_are_given_as_they_are(world: World, tmp_path: Path) -> None:
-    """To a method that needs them, without the images that cannot be read."""
+def test_pixels_are_passed_unchanged(data: Data, tmp_path: Path) -> None:
+    """Images that cannot be read are left out."""
     broken = tmp_path / "broken.png"
     broken.write_text("no image")
     errors: list[ImageError] = []
     fitted = dataclasses.replace(METHODS["clip"], inputs="pixels").fit(FitContext(model()))
-    blocks = blocks_of(fitted, [world.images[0], broken, *world.images[1:]], errors.append)
+    blocks = blocks_of(fitted, [data.images[0], broken, *data.images[1:]], errors.append)
     pixels = torch.cat([block.views for block in blocks])
     assert torch.cat([block.indices for block in blocks]).tolist() == [0, 2, 3, 4]
     assert pixels.dtype == torch.uint8
@@ -299,20 +298,20 @@ def test_methods_pickle(name: str) -> None:
 
 
 @every_method
-def test_fitted_methods_pickle_save_and_load(name: str, world: World, tmp_path: Path) -> None:
-    """Without the model, and with the same answers."""
-    asked = Asked(name, world, tmp_path / "learned")
-    answer = asked.answer()
-    packed = pickle.dumps(asked.fitted)
+def test_fitted_methods_pickle_save_and_load(name: str, data: Data, tmp_path: Path) -> None:
+    """The model is not in the file; the predictions are the same."""
+    case = FittedCase(name, data, tmp_path / "learned")
+    answer = case.probabilities()
+    packed = pickle.dumps(case.fitted)
     assert len(packed) < 2_000_000
-    asked.fitted.save(tmp_path / "fitted.safetensors")
-    places = {field.name: getattr(asked.config, field.name) for field in dataclasses.fields(asked.config)}
+    case.fitted.save(tmp_path / "fitted.safetensors")
+    places = {field.name: getattr(case.config, field.name) for field in dataclasses.fields(case.config)}
     places = {name: value for name, value in places.items() if name in ("descriptors", "generated")}
-    copies = [pickle.loads(packed).with_model(asked.model)]
-    copies.append(FittedMethod.load(tmp_path / "fitted.safetensors", asked.model, places))
+    copies = [pickle.loads(packed).with_model(case.model)]
+    copies.append(FittedMethod.load(tmp_path / "fitted.safetensors", case.model, places))
     for fitted in copies:
-        assert fitted.config == asked.config
-        assert torch.equal(fitted.for_classes(NAMES, SENTENCE)(asked.views()), answer)
+        assert fitted.config == case.config
+        assert torch.equal(fitted.for_classes(NAMES, TEMPLATE)(case.views()), answer)
     with pytest.raises(SelfTPTError, match="made with vit"):
         pickle.loads(packed).with_model(model("one-layer"))
 
@@ -325,7 +324,7 @@ def test_the_table_agrees_with_the_configuration(name: str) -> None:
     assert isinstance(method.config, Config)
 
 
-def test_a_single_image_costs_one_forward_pass_of_one_image(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_image_costs_one_forward_pass_of_one_image(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     encode = Model.encode_images
 
@@ -335,50 +334,50 @@ def test_a_single_image_costs_one_forward_pass_of_one_image(world: World, monkey
 
     monkeypatch.setattr(Model, "encode_images", counted)
     predictor = METHODS["clip"].fit(FitContext(model())).for_classes(NAMES)
-    assert len(list(predictor.predict(world.images[0]))) == 1
+    assert predictor.predict(data.images[0]).path == str(data.images[0])
     classifier = predictor.classifier
     assert classifier is not None
-    assert len(list(classifier.predict(world.images[0]))) == 1
+    assert classifier.predict(data.images[0]).path == str(data.images[0])
     assert sizes == [1, 1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @every_method
-def test_methods_work_without_gradient_mode(name: str, mode: Any, world: World, tmp_path: Path) -> None:
-    wanted = Asked(name, world, tmp_path / "a").answer()
+def test_methods_work_without_gradient_mode(name: str, mode: Any, data: Data, tmp_path: Path) -> None:
+    expected = FittedCase(name, data, tmp_path / "a").probabilities()
     with mode():
-        found = Asked(name, world, tmp_path / "b").answer()
-    assert torch.equal(found, wanted)
+        found = FittedCase(name, data, tmp_path / "b").probabilities()
+    assert torch.equal(found, expected)
 
 
-def test_required_image_tower_is_checked_before_anything_is_learned(world: World) -> None:
+def test_required_image_tower_is_checked_before_anything_is_learned(data: Data) -> None:
     method = dataclasses.replace(METHODS["coop"], requires="transformer image tower")
     with pytest.raises(SelfTPTError, match=r"coop needs a model whose image tower is a ViT of open_clip, not resnet"):
-        method.fit(FitContext(model("resnet"), world.source))
+        method.fit(FitContext(model("resnet"), data.source))
 
 
-def test_read_only_cache_of_learned_parameters(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are used and not changed; without them, what is learned is not written."""
-    config = small_config("kgcoop", world)
+def test_read_only_cache_of_learned_parameters(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Existing parameters are used and not changed; new ones are not written."""
+    config = small_config("kgcoop", data)
 
     def fit(mode: Any) -> Tensor:
-        context = FitContext(model(), world.source, cache=Cache(mode, None, tmp_path), on_error=raise_error)
+        context = FitContext(model(), data.source, cache=Cache(mode, None, tmp_path), on_error=raise_error)
         return METHODS["kgcoop"].fit(context, config).tensors["context"]
 
     first = fit("read-only")
     assert list(tmp_path.iterdir()) == []
-    wanted = fit("on")
-    assert torch.equal(first, wanted)
+    expected = fit("on")
+    assert torch.equal(first, expected)
     monkeypatch.setattr(FitContext, "features", None)  # it would be called to learn
-    assert torch.equal(fit("read-only"), wanted)
+    assert torch.equal(fit("read-only"), expected)
 
 
-def test_failing_cache_does_not_stop_training(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that was asked for must be written; the cache need not."""
-    config, wanted = (
-        small_config("kgcoop", world),
-        METHODS["kgcoop"].fit(FitContext(model(), world.source), small_config("kgcoop", world)),
+def test_failing_cache_does_not_stop_training(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that the user names must be writable; the cache need not be."""
+    config, expected = (
+        small_config("kgcoop", data),
+        METHODS["kgcoop"].fit(FitContext(model(), data.source), small_config("kgcoop", data)),
     )
 
     def fail(path: Path, *_: Any) -> None:
@@ -386,37 +385,37 @@ def test_failing_cache_does_not_stop_training(world: World, tmp_path: Path, monk
 
     monkeypatch.setattr("selftpt.training.checkpoints.write_tensors", fail)
     with pytest.warns(SelfTPTWarning, match="not kept: cannot write"):
-        found = METHODS["kgcoop"].fit(FitContext(model(), world.source, cache=Cache(folder=tmp_path)), config)
-    assert torch.equal(found.tensors["context"], wanted.tensors["context"])
+        found = METHODS["kgcoop"].fit(FitContext(model(), data.source, cache=Cache(folder=tmp_path)), config)
+    assert torch.equal(found.tensors["context"], expected.tensors["context"])
     with pytest.raises(SelfTPTError, match="no space left"):
-        METHODS["kgcoop"].fit(FitContext(model(), world.source, tmp_path / "folder"), config)
+        METHODS["kgcoop"].fit(FitContext(model(), data.source, tmp_path / "folder"), config)
 
 
-def test_file_does_not_decide_which_places_are_used(world: World, tmp_path: Path) -> None:
+def test_a_file_does_not_decide_which_folders_are_used(data: Data, tmp_path: Path) -> None:
     """A folder or a repository in a file from someone else is neither read, nor written, nor loaded."""
-    asked = Asked("difftpt", world, tmp_path / "learned")
-    asked.fitted.save(tmp_path / "fitted")
-    loaded = FittedMethod.load(tmp_path / "fitted", asked.model)
+    case = FittedCase("difftpt", data, tmp_path / "learned")
+    case.fitted.save(tmp_path / "fitted")
+    loaded = FittedMethod.load(tmp_path / "fitted", case.model)
     assert (loaded.config.generated, loaded.config.diffusion) == ("", "")
-    named = FittedMethod.load(tmp_path / "fitted", asked.model, {"generated": "folder"})
+    named = FittedMethod.load(tmp_path / "fitted", case.model, {"generated": "folder"})
     assert named.config.generated == "folder"
 
 
-def test_methods_with_the_same_configuration_are_kept_apart(world: World, tmp_path: Path) -> None:
+def test_methods_with_the_same_configuration_are_kept_apart(data: Data, tmp_path: Path) -> None:
     def train(context: FitContext, config: Any) -> Any:
         training = METHODS["kgcoop"].train(context, config)  # type: ignore[misc]
         training.state.parameters[0].add_(1)
         return training
 
-    config, context = small_config("kgcoop", world), FitContext(model(), world.source, tmp_path, Cache())
+    config, context = small_config("kgcoop", data), FitContext(model(), data.source, tmp_path, Cache())
     first = METHODS["kgcoop"].fit(context, config).tensors["context"]
     other = dataclasses.replace(METHODS["kgcoop"], train=train).fit(context, config).tensors["context"]
     assert not torch.equal(first, other)
 
 
-def test_training_works_in_inference_mode(world: World) -> None:
+def test_training_works_in_inference_mode(data: Data) -> None:
     with torch.inference_mode():
-        training = METHODS["self-tpt"].training(FitContext(model(), world.source), small_config("self-tpt", world))
+        training = METHODS["self-tpt"].training(FitContext(model(), data.source), small_config("self-tpt", data))
         training.step()
     training.step()
     with pytest.raises(SelfTPTError, match="clip learns from no images"):
@@ -431,24 +430,38 @@ def test_settings_that_depend_on_each_other_are_changed_together(order: int) -> 
     assert configure(METHODS["proda"], {"prompts": 6, "prompts_per_step": 3}).prompts == 6
 
 
-def test_top_is_checked_at_the_call(world: World) -> None:
+def test_predict_iter_predict_and_predict_proba_agree(data: Data, tmp_path: Path) -> None:
+    predictor = FittedCase("tpt", data, tmp_path).predictor()
+    predictions, probabilities = predictor.predict(data.images), predictor.predict_proba(data.images)
+    assert list(predictor.iter_predict(data.images)) == predictions
+    assert probabilities.shape == (len(data.images), len(NAMES))
+    for prediction, row in zip(predictions, probabilities, strict=True):
+        assert row[list(prediction.labels)].tolist() == list(prediction.probabilities)
+    assert predictor.predict(data.images[1]) == predictor.predict(data.images[1:2])[0]
+    missing = [tmp_path / "none.jpg", data.images[0]]
+    assert np.isnan(predictor.predict_proba(missing, on_error=lambda error: None)).all(1).tolist() == [True, False]
+    with pytest.raises(SelfTPTError, match="no such file"):
+        predictor.predict(tmp_path / "none.jpg")
+
+
+def test_top_is_checked_at_the_call(data: Data) -> None:
     predictor = METHODS["clip"].fit(FitContext(model())).for_classes(NAMES)
     with pytest.raises(SelfTPTError, match="top must be"):
-        predictor.predict(world.images, top=0)
+        predictor.predict(data.images, top=0)
 
 
-def test_damaged_learned_file_is_set_aside(world: World, tmp_path: Path) -> None:
-    config, context = small_config("kgcoop", world), FitContext(model(), world.source, tmp_path, Cache())
-    wanted = METHODS["kgcoop"].fit(context, config).tensors["context"]
+def test_damaged_learned_file_is_set_aside(data: Data, tmp_path: Path) -> None:
+    config, context = small_config("kgcoop", data), FitContext(model(), data.source, tmp_path, Cache())
+    expected = METHODS["kgcoop"].fit(context, config).tensors["context"]
     (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.warns(SelfTPTWarning, match="learning again"):
-        assert torch.equal(METHODS["kgcoop"].fit(context, config).tensors["context"], wanted)
+        assert torch.equal(METHODS["kgcoop"].fit(context, config).tensors["context"], expected)
     assert (tmp_path / f"{file.name}.damaged").exists()
 
 
 def test_cache_options_of_predict(predict: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off writes nothing; a folder that cannot be made is a note, not an error."""
+    """`off` writes nothing; a folder that cannot be created gives a note, not an error."""
     learned = ["coop", "--source", place / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
     first = predict(*learned, "--cache-mode", "off")
@@ -464,9 +477,9 @@ def test_cache_options_of_predict(predict: Run, place: Path, tmp_path: Path, mon
     refused(predict(*learned, "--cache-gb", "0"), "cache_gb must be a number above 0")
 
 
-def test_fitted_methods_are_inspected(run: Run, world: World, tmp_path: Path) -> None:
-    Asked("self-tpt", world, tmp_path / "learned").fitted.save(tmp_path / "fitted")
-    shown = run("inspect", tmp_path / "fitted").out
+def test_fitted_methods_are_inspected(run: Run, data: Data, tmp_path: Path) -> None:
+    FittedCase("self-tpt", data, tmp_path / "learned").fitted.save(tmp_path / "fitted")
+    views = run("inspect", tmp_path / "fitted").out
     for words in (
         "a fitted-method",
         "method: self-tpt",
@@ -474,5 +487,5 @@ def test_fitted_methods_are_inspected(run: Run, world: World, tmp_path: Path) ->
         "learn.lr: 0.002",
         "adapt.steps: 10",
     ):
-        assert words in shown
-    assert "selftpt unknown" not in shown
+        assert words in views
+    assert "selftpt unknown" not in views

@@ -239,7 +239,7 @@ def test_prompts_per_step_must_divide_the_prompts() -> None:
 
 def test_prompt_that_leaves_no_room_is_refused() -> None:
     tiny = small("layerscale")  # 32 positions
-    with pytest.raises(SelfTPTError, match=r"too long: 14 tokens, .* room for 13"):
+    with pytest.raises(SelfTPTError, match=r"too long: it has 14 tokens, .* accepts 13"):
         mean_embedding(tiny.model, contexts_of(tiny, 4, 16), [*NAMES, names_of([14])[0]], ProdaConfig())
 
 

@@ -1,4 +1,4 @@
-"""The three benchmarks on made-up trees of the real layout, with a small random model."""
+"""The three benchmarks on generated datasets of the real layout, with a small random model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ import selftpt.data.features
 from selftpt.adaptation import adapt, zero_shot
 from selftpt.config import AdaptConfig, BenchConfig, LearnConfig, PredictConfig, change, kind_of
 from selftpt.data.datasets import read_dataset
-from selftpt.data.decoding import ImageError, open_image
+from selftpt.data.decoding import ImageError, open_image, warn_of
 from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.evaluation.bench import Bench
-from selftpt.evaluation.bench import Run as Trial
+from selftpt.evaluation.planning import Plan
+from selftpt.evaluation.planning import Run as PlannedRun
 from selftpt.evaluation.protocols import PROTOCOLS
 from selftpt.evaluation.runs import Record, Runs
 from selftpt.learning import learn
@@ -49,50 +50,63 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def bench(protocol: str, data: Path, out: Path, **more: Any) -> Bench:
-    return Bench(model(), protocol, data, Runs(out), **{"changes": {**EPOCHS, "views": 4}, **more})
+def make_bench(
+    protocol: str, data: Path | None, out: Path, on_error: Callable[[ImageError], None] = warn_of, **options: Any
+) -> Bench:
+    plan = Plan(protocol, data, **{"changes": {**EPOCHS, "views": 4}, **options})
+    return Bench(model(), plan, Runs(out), on_error)
+
+
+def runs_of(bench: Bench, methods: list[str], datasets: list[str], seeds: list[int]) -> list[PlannedRun]:
+    """The runs of a plan without the changes that none of the methods has."""
+    configs = [METHODS[method].config for method in methods]
+    bench.plan.changes = {
+        key: value
+        for key, value in bench.plan.changes.items()
+        if any(kind_of(config, key.split(".")) for config in configs)
+    }
+    return bench.plan.runs(methods, datasets, seeds)
 
 
 def do(bench: Bench, methods: list[str], datasets: list[str], seeds: list[int]) -> list[Record]:
-    return [bench.do(run) for run in bench.plan(methods, datasets, seeds)]
+    return [bench.do(run) for run in runs_of(bench, methods, datasets, seeds)]
 
 
-def slowly(source: Source, weights: torch.Tensor) -> float:
-    """Per cent of images, each opened and looked at alone, that are nearest to their own class."""
-    eyes, right = model(), 0
+def reference_accuracy(source: Source, weights: torch.Tensor) -> float:
+    """Top-1 accuracy (%), with each image encoded alone."""
+    clip, correct = model(), 0
     for path, label in zip(source.paths, source.labels, strict=True):
-        feature = eyes.encode_images(eyes.preprocess(open_image(path))[None])
-        right += int((feature @ weights.t()).argmax()) == label
-    return 100 * right / len(source.paths)
+        feature = clip.encode_image(clip.preprocess(open_image(path))[None])
+        correct += int((feature @ weights.t()).argmax()) == label
+    return 100 * correct / len(source.paths)
 
 
 def halves(source: Source) -> Iterator[Source]:
-    """Classes 0 and 1, classes 2 and 3: all of EuroSAT's tree has four."""
+    """The base classes 0 and 1, then the new classes 2 and 3: the generated EuroSAT has four."""
     for first in (0, 2):
         rows = [(p, i - first) for p, i in zip(source.paths, source.labels, strict=True) if first <= i < first + 2]
         yield Source(source.names[first : first + 2], tuple(p for p, _ in rows), tuple(i for _, i in rows))
 
 
-def test_base_to_new_is_what_it_says(data: Path, tmp_path: Path) -> None:
-    """Against the same by hand: half of the classes learned, each half tested among its own names."""
-    records = do(bench("base-to-new", data, tmp_path), ["clip", "coop", "self-tpt"], ["eurosat"], [2])
-    dataset, eyes = read_dataset("eurosat", data), model()
+def test_base_to_new_equals_learn_and_adapt_by_hand(data: Path, tmp_path: Path) -> None:
+    records = do(make_bench("base-to-new", data, tmp_path), ["clip", "coop", "self-tpt"], ["eurosat"], [2])
+    dataset, clip = read_dataset("eurosat", data), model()
     assert dataset.train is not None
     config = LearnConfig(epochs=2, seed=2)
     base, _ = halves(dataset.train.few(16, 2))
     prompts = {
-        "coop": learn(eyes, base, dataclasses.replace(config, cpt=0, gm=0)),
-        "self-tpt": learn(eyes, base, config),
+        "coop": learn(clip, base, dataclasses.replace(config, cpt=0, gm=0)),
+        "self-tpt": learn(clip, base, config),
     }
     for record in records:
         for part, test in zip(("base", "new"), halves(dataset.test), strict=True):
             if record["method"] == "clip":
-                classifier = zero_shot(eyes, test.names, "a centered satellite photo of {}.")
+                classifier = zero_shot(clip, test.names, "a centered satellite photo of {}.")
             else:
                 steps = 0 if record["method"] == "coop" else 10
-                classifier = adapt(eyes, prompts[record["method"]], test.names, AdaptConfig(steps=steps))
+                classifier = adapt(clip, prompts[record["method"]], test.names, AdaptConfig(steps=steps))
             found = record["results"][part]
-            assert found["top1"] == pytest.approx(slowly(test, classifier.weights)), record["method"]
+            assert found["top1"] == pytest.approx(reference_accuracy(test, classifier.weights)), record["method"]
             assert (found["images"], found["classes"]) == (6, 2)
         base1, new1 = (record["results"][part]["top1"] for part in ("base", "new"))
         assert record["results"]["harmonic"] == pytest.approx(2 / (1 / base1 + 1 / new1) if base1 and new1 else 0)
@@ -102,86 +116,85 @@ def test_base_to_new_is_what_it_says(data: Path, tmp_path: Path) -> None:
     assert records[1]["source"]["images"] == 10
 
 
-def test_views_are_merged(data: Path, tmp_path: Path) -> None:
-    """Self-TPT-v by hand: the mean of the probabilities over the views that `predict` would look at."""
-    runner = bench("cross-dataset", data, tmp_path)
+def test_self_tpt_v_averages_the_probabilities_of_the_views(data: Path, tmp_path: Path) -> None:
+    runner = make_bench("cross-dataset", data, tmp_path)
     (record,) = do(runner, ["self-tpt-v"], ["eurosat"], [1])
     assert record["settings"]["views"] == 4
     assert record["changes"] == {"learn.epochs": 2, "views": 4}
-    dataset, eyes = read_dataset("eurosat", data), model()
+    dataset, clip = read_dataset("eurosat", data), model()
     source = read_dataset("imagenet", data).train
     assert source is not None
-    classifier = adapt(eyes, learn(eyes, source, LearnConfig(epochs=2)), dataset.test.names)
-    predictions = list(classifier.predict(dataset.test.paths, config=PredictConfig(views=4, top=1)))
+    classifier = adapt(clip, learn(clip, source, LearnConfig(epochs=2)), dataset.test.names)
+    predictions = classifier.predict(dataset.test.paths, config=PredictConfig(views=4, top=1))
     right = [p.labels[0] == label for p, label in zip(predictions, dataset.test.labels, strict=True)]
     assert record["results"]["test"]["top1"] == pytest.approx(100 * sum(right) / len(right))
-    surest = [p.probabilities[0] for p in predictions]
-    found = abs(sum(surest) / len(surest) - sum(right) / len(right))  # in one bin it would be the calibration error
-    assert record["results"]["test"]["ece"] >= 100 * found - 1e-3
-    alone = list(classifier.predict(dataset.test.paths, top=1))
-    assert max(abs(a.probabilities[0] - p) for a, p in zip(alone, surest, strict=True)) > 1e-3, "views are all alike"
+    confidence = [p.probabilities[0] for p in predictions]
+    one_bin = abs(sum(confidence) / len(confidence) - sum(right) / len(right))  # at most the error of 15 bins
+    assert record["results"]["test"]["ece"] >= 100 * one_bin - 1e-3
+    single = classifier.predict(dataset.test.paths, top=1)
+    difference = max(abs(a.probabilities[0] - p) for a, p in zip(single, confidence, strict=True))
+    assert difference > 1e-3, "the views are all alike"
 
 
-def test_a_source_is_learned_once(data: Path, tmp_path: Path) -> None:
-    """Whatever the number of datasets it is tested on; and Self-TPT-v has the prompt of Self-TPT."""
-    records = do(bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2])
+def test_methods_learn_once_from_a_source(data: Path, tmp_path: Path) -> None:
+    """However many datasets they are tested on; and Self-TPT-v uses the prompt of Self-TPT."""
+    records = do(make_bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2])
     assert len(records) == 2 * (1 + 3 * 2)
     assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 2 * 2
     assert {record["source"]["dataset"] for record in records if record["source"]} == {"imagenet"}
     assert {record["source"]["classes"] for record in records if record["source"]} == {len(WNIDS)}
 
 
-def test_a_image_passes_the_tower_once(data: Path, tmp_path: Path) -> None:
-    """Over all methods and seeds: test images once, crops once an epoch, views once."""
-    records = do(bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2, 3])
+def test_an_image_is_encoded_once(data: Path, tmp_path: Path) -> None:
+    """For all methods and seeds together: test images once, training crops once an epoch, views once."""
+    records = do(make_bench("cross-dataset", data, tmp_path), ALL, ["caltech101", "eurosat"], [1, 2, 3])
     tests = sum(len(read_dataset(name, data).test.paths) for name in ("caltech101", "eurosat"))
     train = read_dataset("imagenet", data).train
     assert train is not None
     assert sum(record["encoded"] for record in records) == 4 * tests + 2 * len(train.paths)
 
 
-def test_domain(data: Path, tmp_path: Path) -> None:
+def test_domain_equals_zero_shot_by_hand(data: Path, tmp_path: Path) -> None:
     names = list(PROTOCOLS["domain"].targets)
-    records = do(bench("domain", data, tmp_path), ["clip", "coop"], names, [1])
+    records = do(make_bench("domain", data, tmp_path), ["clip", "coop"], names, [1])
     assert [record["dataset"] for record in records] == names * 2
     assert [record["results"]["test"]["classes"] for record in records[:5]] == [12, 12, 12, 3, 3]
     for name, record in zip(names, records[:5], strict=True):
         test = read_dataset(name, data).test
         weights = zero_shot(model(), test.names).weights
-        assert record["results"]["test"]["top1"] == pytest.approx(slowly(test, weights))
+        assert record["results"]["test"]["top1"] == pytest.approx(reference_accuracy(test, weights))
     labels = {path.parent.name: i for path, i in zip(test.paths, test.labels, strict=True)}  # of ImageNet-R
     assert [WNIDS[wnid] for wnid in sorted(labels, key=lambda wnid: labels[wnid])] == list(test.names)
 
 
-def test_a_folder_of_ones_own(tmp_path: Path) -> None:
-    """Wherever a name does."""
+def test_a_folder_of_images_can_be_a_dataset(tmp_path: Path) -> None:
     folder = make_photos(tmp_path / "my birds", ("kite", "duck", "hen", "crow"))
-    (record,) = do(bench("base-to-new", Path("nowhere"), tmp_path / "runs"), ["coop"], [str(folder)], [1])
+    (record,) = do(make_bench("base-to-new", Path("nowhere"), tmp_path / "runs"), ["coop"], [str(folder)], [1])
     assert record["dataset"] == "my birds"
     assert record["data"]["published"] is False
     assert "made here" in record["data"]["split"]
     assert (record["results"]["base"]["classes"], record["results"]["new"]["classes"]) == (2, 2)
 
 
-def test_how_much_of_the_data(data: Path, tmp_path: Path) -> None:
+def test_shots_share_source_classes_and_limit(data: Path, tmp_path: Path) -> None:
     config = BenchConfig(shots=4, share=0.5, source_classes=3, limit=5)
-    runner = bench("cross-dataset", data, tmp_path, config=config)
+    runner = make_bench("cross-dataset", data, tmp_path, config=config)
     (record,) = do(runner, ["coop"], ["eurosat"], [1])
     assert record["source"]["classes"] == 3
-    assert record["source"]["images"] == 3 * 2  # there are three of each, and half of them is rounded to two
+    assert record["source"]["images"] == 3 * 2  # there are three of each, half of which rounds to two
     assert record["results"]["test"]["images"] == 5
     assert record["data"]["limit"] == 5
 
 
-RESUMED = ("seconds", "peak_memory_mb", "encoded", "date", "digest")
+CHANGES_BETWEEN_RUNS = ("seconds", "peak_memory_mb", "encoded", "date", "digest")
 
 
-def plain(records: list[Record]) -> list[Record]:
-    return [{key: value for key, value in record.items() if key not in RESUMED} for record in records]
+def stable(records: list[Record]) -> list[Record]:
+    return [{key: value for key, value in record.items() if key not in CHANGES_BETWEEN_RUNS} for record in records]
 
 
 def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
-    """The real thing, so many times; then the program is killed."""
+    """Call `real` so many times, then interrupt the program."""
     left = iter(range(calls))
 
     def call(*arguments: Any) -> Any:
@@ -208,29 +221,28 @@ def after(calls: int, real: Callable[..., Any]) -> Callable[..., Any]:
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_killed_run_goes_on_to_the_same_records(
+def test_an_interrupted_benchmark_resumes_to_the_same_records(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, calls: int
 ) -> None:
     monkeypatch.setattr(selftpt.data.features, "BLOCK_VIEWS", 2)
     monkeypatch.setattr(selftpt.data.features, "SHARD_SECONDS", -1)
     jobs = ["clip", "coop", "self-tpt"], ["eurosat"], [1, 2]
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
-    wanted = do(bench("base-to-new", data, tmp_path / "undisturbed"), *jobs)
+    wanted = do(make_bench("base-to-new", data, tmp_path / "uninterrupted"), *jobs)
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "other"))
     with monkeypatch.context() as patch:
         patch.setattr(place, name, after(calls, getattr(place, name)))
         with pytest.raises(KeyboardInterrupt):
-            do(bench("base-to-new", data, tmp_path / "killed"), *jobs)
-    again = bench("base-to-new", data, tmp_path / "killed")
-    done = again.runs.done()
-    for run in again.plan(*jobs):
+            do(make_bench("base-to-new", data, tmp_path / "killed"), *jobs)
+    again = make_bench("base-to-new", data, tmp_path / "killed")
+    done = again.recorded.done()
+    for run in runs_of(again, *jobs):
         if again.key(run) not in done:
             again.do(run)
-    assert plain(Runs(tmp_path / "killed").records) == plain(wanted)
+    assert stable(Runs(tmp_path / "killed").records) == stable(wanted)
 
 
-def test_a_killed_process_goes_on(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
-    """By the command, killed without warning after its first record, and resumed by the command."""
+def test_a_killed_process_can_be_resumed(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
     arguments = ["bench", "cross-dataset", "--data", data, "--model", weights, "--methods", "coop,self-tpt-v"]
     arguments += ["--datasets", "eurosat,caltech101", "--seeds", "1,2", "--set", "views=4", "--set", "learn.epochs=3"]
     command = [sys.executable, "-m", "selftpt", *map(str, arguments), "--out", str(tmp_path / "killed")]
@@ -241,8 +253,8 @@ def test_a_killed_process_goes_on(run: Run, data: Path, weights: Path, tmp_path:
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it was done before it could be killed"
     assert run(*arguments, "--out", tmp_path / "killed", "--resume").code == 0
-    assert run(*arguments, "--out", tmp_path / "undisturbed").code == 0
-    assert plain(Runs(tmp_path / "killed").records) == plain(Runs(tmp_path / "undisturbed").records)
+    assert run(*arguments, "--out", tmp_path / "uninterrupted").code == 0
+    assert stable(Runs(tmp_path / "killed").records) == stable(Runs(tmp_path / "uninterrupted").records)
 
 
 def bench_command(data: Path, weights: Path, out: Path) -> list[str]:
@@ -267,8 +279,7 @@ def test_two_processes_record_each_run_once(data: Path, weights: Path, tmp_path:
     assert list(tmp_path.glob(".*.lock")) == []
 
 
-def test_run_of_a_killed_process_is_done_by_the_next(data: Path, weights: Path, tmp_path: Path) -> None:
-    """By a process that starts afterwards."""
+def test_a_later_process_does_the_run_of_a_killed_one(data: Path, weights: Path, tmp_path: Path) -> None:
     bench_process = subprocess.Popen(bench_command(data, weights, tmp_path), stdout=subprocess.DEVNULL)
     while bench_process.poll() is None and not list(tmp_path.glob(".claim-*.lock")):
         time.sleep(0.001)
@@ -293,15 +304,15 @@ def test_claimed_run_comes_last_and_is_done_if_its_owner_dies(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("selftpt.evaluation.bench.POLL_SECONDS", 0.01)
-    runner = bench("cross-dataset", data, tmp_path)
-    plan = runner.plan(["clip", "clip-ensemble"], ["eurosat", "caltech101"], [1])
+    runner = make_bench("cross-dataset", data, tmp_path)
+    plan = runs_of(runner, ["clip", "clip-ensemble"], ["eurosat", "caltech101"], [1])
     command = [sys.executable, "-c", OWNER, str(tmp_path), runner.key(plan[1])]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     assert owner.stdout.readline() == "True\n"
     waited_for = []
 
-    def kill(runs: Sequence[Trial]) -> None:
+    def kill(runs: Sequence[PlannedRun]) -> None:
         waited_for.append(runs)
         owner.send_signal(signal.SIGKILL)
         owner.communicate()
@@ -317,12 +328,13 @@ def test_run_that_another_process_records_meanwhile_is_not_done(
 ) -> None:
     """The other claims a run before this process starts, and records it when this one has nothing else to do."""
     monkeypatch.setattr("selftpt.evaluation.bench.POLL_SECONDS", 0.01)
-    mine, other = (bench("cross-dataset", data, tmp_path) for _ in range(2))
-    plan = mine.plan(["clip"], ["eurosat", "caltech101"], [1])
+    mine, other = (make_bench("cross-dataset", data, tmp_path) for _ in range(2))
+    plan = runs_of(mine, ["clip"], ["eurosat", "caltech101"], [1])
+    runs_of(other, ["clip"], ["eurosat", "caltech101"], [1])
     with contextlib.ExitStack() as claims:
-        assert claims.enter_context(other.runs.claim(other.key(plan[0])))
+        assert claims.enter_context(other.recorded.claim(other.key(plan[0])))
 
-        def finish(_runs: Sequence[Trial]) -> None:
+        def finish(_runs: Sequence[PlannedRun]) -> None:
             other.do(plan[0])
             claims.close()
 
@@ -335,33 +347,33 @@ def test_images_that_cannot_be_read(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", "eurosat")
     (root / "2750" / "Forest" / "Forest_8.jpg").write_text("no image")  # a test image
     (root / "2750" / "AnnualCrop" / "AnnualCrop_1.jpg").write_text("no image")  # one to learn from
-    told: list[ImageError] = []
-    first = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
+    errors: list[ImageError] = []
+    first = make_bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=errors.append)
     (record,) = do(first, ["coop"], ["eurosat"], [1])
     assert record["results"]["base"]["images"] == 5
     assert record["data"]["unreadable"] == 1
     assert record["source"]["unreadable"] == 1
-    assert sorted(str(error).partition(":")[0][-16:] for error in told) == ["AnnualCrop_1.jpg", "est/Forest_8.jpg"]
-    again = bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=told.append)
+    assert sorted(str(error).partition(":")[0][-16:] for error in errors) == ["AnnualCrop_1.jpg", "est/Forest_8.jpg"]
+    again = make_bench("base-to-new", tmp_path / "data", tmp_path / "runs", on_error=errors.append)
     with pytest.warns(SelfTPTWarning, match="1 images could not be read when"):
-        assert plain(do(again, ["coop"], ["eurosat"], [1])) == plain([record])
+        assert stable(do(again, ["coop"], ["eurosat"], [1])) == stable([record])
 
 
 def test_no_image_can_be_read(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "data", "eurosat")
     for path in root.rglob("*.jpg"):
         path.write_text("no image")
-    runner = bench("cross-dataset", tmp_path / "data", tmp_path / "runs", on_error=lambda _: None)
+    runner = make_bench("cross-dataset", tmp_path / "data", tmp_path / "runs", on_error=lambda _: None)
     with pytest.raises(SelfTPTError, match="none of the 12 test images"):
         do(runner, ["clip"], ["eurosat"], [1])
 
 
-def test_a_dataset_for_tests_alone_teaches_nothing(data: Path, tmp_path: Path) -> None:
+def test_a_dataset_without_training_images_is_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(SelfTPTError, match="ImageNetV2 has no training images"):
-        do(bench("base-to-new", data, tmp_path), ["coop"], ["imagenetv2"], [1])
+        do(make_bench("base-to-new", data, tmp_path), ["coop"], ["imagenetv2"], [1])
 
 
-def test_settings_by_name() -> None:
+def test_settings_are_changed_by_name() -> None:
     settings = METHODS["self-tpt"].config
     assert kind_of(settings, ["adapt", "lr"]) is float
     for path in (["adapt", "rate"], ["adapt"], ["adapt", "lr", "more"], ["learn", "contrasts"]):
@@ -372,10 +384,10 @@ def test_settings_by_name() -> None:
     assert change(settings, {"learn.classes_per_step": None}).learn.classes_per_step is None
 
 
-def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
-    """Two of five images a class, drawn before the classes are halved; written out by the published rule."""
+def test_shots_are_sampled_by_seed(data: Path, tmp_path: Path) -> None:
+    """As CoOp does it: two of five images per class, sampled before the classes are split."""
     config = BenchConfig(shots=2)
-    records = do(bench("base-to-new", data, tmp_path, config=config), ["coop"], ["eurosat"], [1, 2])
+    records = do(make_bench("base-to-new", data, tmp_path, config=config), ["coop"], ["eurosat"], [1, 2])
     rows = rows_of("eurosat")["train"]
     drawn = []
     for seed in (1, 2):
@@ -383,26 +395,27 @@ def test_few_shots_by_seed(data: Path, tmp_path: Path) -> None:
         by_class = {label: [path for path, at, _ in rows if at == label] for label in range(4)}
         drawn.append([path for label in range(4) for path in random.sample(by_class[label], 2)][:4])
     assert drawn[0] != drawn[1]
-    runner = bench("base-to-new", data, tmp_path, config=config)
+    runner = make_bench("base-to-new", data, tmp_path, config=config)
     for record, seed, wanted in zip(records, (1, 2), drawn, strict=True):
         assert record["source"]["images"] == 4
-        source, _ = runner.source_of(Trial("coop", "eurosat", seed)) or (None, None)
+        source, _ = runner.plan.source_of(PlannedRun("coop", "eurosat", seed)) or (None, None)
         assert source is not None
         assert [str(path.relative_to(data / "eurosat" / "2750")) for path in source.paths] == wanted
 
 
-def test_what_makes_a_run_another(data: Path, tmp_path: Path) -> None:
-    """Another list of images, other names, another seed or setting: what was recorded is not taken for it."""
+def test_the_key_of_a_run_depends_on_data_seed_and_settings(data: Path, tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "data", "eurosat")
     make_tree(tmp_path / "data", "imagenet")
 
     def key(method: str = "coop", seed: int | None = 1, **more: Any) -> str:
-        return bench("base-to-new", tmp_path / "data", tmp_path / "runs", **more).key(Trial(method, "eurosat", seed))
+        return make_bench("base-to-new", tmp_path / "data", tmp_path / "runs", **more).key(
+            PlannedRun(method, "eurosat", seed)
+        )
 
     keys = [key(), key(seed=2), key("self-tpt"), key(changes={}), key(config=BenchConfig(limit=3))]
     keys.append(key(config=BenchConfig(share=0.5)))
     assert key() == keys[0]
-    assert key("clip", None) == key("clip", None, config=BenchConfig(shots=4))  # which learns from nothing
+    assert key("clip", None) == key("clip", None, config=BenchConfig(shots=4))  # it learns nothing
     rows = rows_of("eurosat")
     chosen = [row for row in rows["train"] if not row[0].endswith("_1.jpg")]
     (tree / "fewshot_16_seed1.json").write_text(json.dumps({"train": chosen}))
@@ -414,32 +427,31 @@ def test_what_makes_a_run_another(data: Path, tmp_path: Path) -> None:
     assert len({*keys}) == len(keys)
 
 
-def test_two_folders_of_one_name_are_two(tmp_path: Path) -> None:
-    """With the same files in them, and however they are written."""
+def test_folders_with_the_same_name_have_different_keys(tmp_path: Path) -> None:
     folders = [make_photos(tmp_path / place / "birds", ("kite", "duck", "hen", "crow")) for place in ("a", "b")]
-    runner = bench("base-to-new", None, tmp_path / "runs")
-    first, second = (runner.key(Trial("coop", str(folder), 1)) for folder in folders)
+    runner = make_bench("base-to-new", None, tmp_path / "runs")
+    first, second = (runner.key(PlannedRun("coop", str(folder), 1)) for folder in folders)
     assert first != second
-    assert runner.key(Trial("coop", str(tmp_path / "a" / ".." / "a" / "birds"), 1)) == first
+    assert runner.key(PlannedRun("coop", str(tmp_path / "a" / ".." / "a" / "birds"), 1)) == first
 
 
 def test_another_source(data: Path, tmp_path: Path) -> None:
-    runner = bench("cross-dataset", data, tmp_path, source="caltech101")
+    runner = make_bench("cross-dataset", data, tmp_path, source="caltech101")
     (record,) = do(runner, ["coop"], ["eurosat"], [1])
     assert record["source"]["dataset"] == "caltech101"
-    with pytest.raises(SelfTPTError, match="leave --source out"):
-        bench("base-to-new", data, tmp_path, source="caltech101")
+    with pytest.raises(SelfTPTError, match="leave out --source"):
+        make_bench("base-to-new", data, tmp_path, source="caltech101")
 
 
 def test_too_few_classes(data: Path, tmp_path: Path) -> None:
     folder = make_photos(tmp_path / "three")
     with pytest.raises(SelfTPTError, match="three has 3 classes"):
-        bench("base-to-new", None, tmp_path / "runs").plan(["clip"], [str(folder)], [1])
+        runs_of(make_bench("base-to-new", None, tmp_path / "runs"), ["clip"], [str(folder)], [1])
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
-    """By seed the same; records are JSON; the model is left as it was."""
+def test_every_method_gives_the_same_record_twice(data: Path, tmp_path: Path, name: str) -> None:
+    """The records are JSON, and the model is not changed."""
     before = {key: value.clone() for key, value in model().clip.state_dict().items()}
     generated = make_generated(tmp_path / "generated", read_dataset("eurosat", data).test.paths, each=3)
     kept = []
@@ -448,9 +460,9 @@ def test_every_method(data: Path, tmp_path: Path, name: str) -> None:
     changes = {**EPOCHS, "coop.epochs": 2, "views": 4, "descriptors": str(descriptors)}
     changes["generated"] = str(generated)
     for out in ("first", "second"):
-        runner = bench("base-to-new", data, tmp_path / out, changes=changes)
+        runner = make_bench("base-to-new", data, tmp_path / out, changes=changes)
         kept += do(runner, [name], ["eurosat"], [1])
-    assert plain(kept[:1]) == plain(kept[1:])
+    assert stable(kept[:1]) == stable(kept[1:])
     assert json.loads((tmp_path / "first" / "records.jsonl").read_text()) == kept[0]
     assert all(torch.equal(before[key], value) for key, value in model().clip.state_dict().items())
 
@@ -476,8 +488,8 @@ def test_the_command(run: Run, data: Path, weights: Path, tmp_path: Path) -> Non
     assert later.out == ""
     more = run(*command[:-4], "--datasets", "eurosat,caltech101", "--set", "learn.epochs=2", "--resume")
     assert more.code == 0, more.err
-    assert "3 runs added" in more.out
-    assert "3 were there" in more.out
+    assert "3 runs were added" in more.out
+    assert "3 were already there" in more.out
 
 
 def test_a_dry_run_tells_the_time_of_earlier_runs(run: Run, data: Path, weights: Path, tmp_path: Path) -> None:
@@ -541,10 +553,13 @@ def test_methods_are_listed(run: Run) -> None:
     assert [line.split()[0] for line in run("methods").out.splitlines()[1:]] == list(METHODS)
     rows = {row["name"]: row for row in json.loads(run("methods", "--json").out)}
     assert rows["self-tpt-v"]["cost"] == "64 views"
-    assert rows["coop"]["settings"]["learn.contrast.temperature"] == 0.07
-    for row in rows.values():
-        assert row["settings"].keys() == row["help"].keys()
-        assert all(row["help"].values()), row["name"]
+    for name in METHODS:
+        shown = json.loads(run("methods", name, "--json").out)
+        assert rows[name].items() <= shown.items()
+        assert shown["settings"].keys() == shown["help"].keys()
+        assert all(shown["help"].values()), name
+    coop = json.loads(run("methods", "coop", "--json").out)
+    assert coop["settings"]["learn.contrast.temperature"] == 0.07
     assert not rows["clip"]["needs_labels"]
     assert rows["coop"]["needs_labels"]
     assert rows["difftpt"]["cost"] == "127 views, 4 steps"
@@ -571,7 +586,7 @@ def test_methods_are_listed(run: Run) -> None:
     ],
     ids=lambda value: " ".join(value),
 )
-def test_wrong_wishes(
+def test_wrong_options_are_refused(
     run: Run, data: Path, weights: Path, tmp_path: Path, arguments: list[str], words: list[str]
 ) -> None:
     command = ["bench", "base-to-new", "--data", data, "--out", tmp_path / "runs", "--model", weights]

@@ -1,4 +1,4 @@
-"""Tables of records: every number here was worked out by hand."""
+"""Tables of records, with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ CLIP (paper)      -      88.25        44.27        66.26
 self-tpt          3      91.00*±1.00  47.00*±3.00  69.00*±1.00
 Self-TPT (paper)  -      91.83 ±0.26  49.02 ±0.29  70.42
 
-*: best of ours
-±: sample standard deviation over seeds; ours have the same crops of an image in all seeds
+*: best of our runs
+±: sample standard deviation over seeds; our runs use the same crops of an image with every seed
 (paper): Efficient Test-Time Prompt Tuning for Vision-Language Models, tab:cmp_with_sota_cross_dataset; \
 averages are over the columns shown
 """
@@ -160,7 +160,7 @@ def test_csv_parses_back() -> None:
     table = make_table([*THREE_SEEDS, odd], "cross-dataset")
     lines = list(csv.DictReader(io.StringIO(render(table, "csv"))))
     assert {line["protocol"] for line in lines} == {"cross-dataset"}
-    assert {line["measure"] for line in lines} == {"test"}
+    assert {line["metric"] for line in lines} == {"test"}
     back = {(line["method"], line["dataset"]): line for line in lines}
     assert len(back) == len(lines) == 4 * 3 + 2
     ours, papers, other = (
@@ -315,7 +315,7 @@ def test_random_weights_are_never_the_best() -> None:
     assert [bool(row.best) for row in table.rows] == [True, False, False]
 
 
-def test_base_to_new_and_its_measures() -> None:
+def test_base_to_new_and_its_metrics() -> None:
     runs = [
         base_to_new("self-tpt", "oxford_pets", 60.0, 90.0),
         base_to_new("self-tpt", "dtd", 40.0, 20.0),
@@ -323,25 +323,29 @@ def test_base_to_new_and_its_measures() -> None:
         base_to_new("clip", "dtd", 80.0, 20.0, seed=None),
     ]
     means = {
-        measure: [cell.mean for cell in row(make_table(runs, "base-to-new", measure), "self-tpt").cells.values()]
-        for measure in (None, "new", "base", "harmonic", "ece", "base-top5")
+        metric: [cell.mean for cell in row(make_table(runs, "base-to-new", metric), "self-tpt").cells.values()]
+        for metric in ("new", "base", "harmonic", "ece", "base-top5")
     }
     assert means == {
-        None: [90, 20, 55],
         "new": [90, 20, 55],
         "base": [60, 40, 50],
         "harmonic": [
             72,
             pytest.approx(80 / 3),
             pytest.approx(2 * 50 * 55 / 105),
-        ],  # of the averages, as the field has it
+        ],  # of the averages, as papers compute it
         "ece": [5, 5, 5],
         "base-top5": [90, 90, 90],
     }
     table = make_table(runs, "base-to-new")
-    assert table.title == "base-to-new: top-1 accuracy (%) on new classes"
+    assert table.title == "base-to-new: top-1 accuracy (%)"
     assert table.marks == {}  # both halves together have the paper's number of images
-    assert names(table) == ["clip", "CLIP (paper)", "self-tpt", "Self-TPT (paper)"]
+    assert {block.metric: [row.name for row in block.rows] for block in table.blocks} == {
+        "base": ["clip", "self-tpt"],
+        "new": ["clip", "CLIP (paper)", "self-tpt", "Self-TPT (paper)"],
+        "harmonic": ["clip", "self-tpt"],
+    }
+    assert make_table(runs, "base-to-new", "new").title == "base-to-new: top-1 accuracy (%) on new classes"
     assert names(make_table(runs, "base-to-new", "harmonic")) == ["clip", "self-tpt"]
 
 
@@ -545,7 +549,7 @@ def test_wrong_questions_are_refused() -> None:
         SelfTPTError, match="no protocol is called 'few-shot': choose one of base-to-new, cross-dataset"
     ):
         make_table(THREE_SEEDS, "few-shot")
-    with pytest.raises(SelfTPTError, match="cross-dataset has no measure 'new': choose one of test, top5, ece"):
+    with pytest.raises(SelfTPTError, match="cross-dataset has no metric 'new': choose one of test, top5, ece"):
         make_table(THREE_SEEDS, "cross-dataset", "new")
     with pytest.raises(SelfTPTError, match="no run of domain"):
         make_table(THREE_SEEDS, "domain")
@@ -627,11 +631,14 @@ def test_command_shows_a_table_for_each_protocol(tmp_path: Path, run: Run) -> No
     write(tmp_path, *THREE_SEEDS, base_to_new("clip", "dtd", 50.0, 60.0, seed=None))
     answer = run("table", tmp_path)
     assert answer.code == 0
-    assert answer.out.splitlines()[0] == "base-to-new: top-1 accuracy (%) on new classes"
+    assert answer.out.splitlines()[0] == "base-to-new: top-1 accuracy (%)"
+    headings = [line for line in answer.out.splitlines() if line in ("base classes", "new classes")]
+    assert headings == ["base classes", "new classes"]
+    assert "\nharmonic mean of base and new\n" in answer.out
     assert "\n\ncross-dataset: top-1 accuracy (%) on the test images\n" in answer.out
     only = run("table", tmp_path, "--protocol", "cross-dataset", "--paper", "none")
     assert only.out == render(make_table(THREE_SEEDS, "cross-dataset", paper="none"))
-    harmonic = run("table", tmp_path, "--measure", "harmonic")  # which one protocol has
+    harmonic = run("table", tmp_path, "--metric", "harmonic")  # only base-to-new has it
     assert harmonic.out.startswith("base-to-new: harmonic mean")
     assert "cross-dataset" not in harmonic.out
     some = run("table", tmp_path, "--compare", "self-tpt, tpt")
@@ -646,8 +653,9 @@ def test_command_writes_one_csv_of_all_protocols(tmp_path: Path, run: Run) -> No
     answer = run("table", tmp_path, "--format", "csv", "--paper", "none", "--out", out)
     assert (answer.code, answer.out) == (0, "")
     lines = list(csv.DictReader(io.StringIO(out.read_text("utf-8"))))
-    assert [line["protocol"] for line in lines] == ["base-to-new"] * 2 + ["cross-dataset"] * 6
-    assert lines[0]["mean"] == "60.0"
+    assert [line["protocol"] for line in lines] == ["base-to-new"] * 6 + ["cross-dataset"] * 6
+    values = [(line["metric"], line["dataset"], line["mean"]) for line in lines[:6:2]]
+    assert values == [("base", "dtd", "50.0"), ("new", "dtd", "60.0"), ("harmonic", "dtd", "54.5455")]
 
 
 def test_command_refuses_in_one_line(tmp_path: Path, run: Run) -> None:
@@ -655,7 +663,7 @@ def test_command_refuses_in_one_line(tmp_path: Path, run: Run) -> None:
     write(tmp_path, *THREE_SEEDS)
     refused(run("table", tmp_path, "--protocol", "few-shot"), "no protocol is called 'few-shot'")
     refused(run("table", tmp_path, "--protocol", "domain"), "no run of domain")
-    refused(run("table", tmp_path, "--measure", "speed"), "no measure 'speed'")
+    refused(run("table", tmp_path, "--metric", "speed"), "no metric 'speed'")
     refused(run("table", tmp_path, "--compare", "slef-tpt"), "no method is called 'slef-tpt'")
     refused(run("table", tmp_path, "--format", "html"), "html")
     refused(run("table", tmp_path, "--out", tmp_path), "it is a folder")

@@ -1,4 +1,4 @@
-"""Text features and their derivatives equal the plain forward pass over every position."""
+"""Text features and their derivatives equal those of the reference forward pass over every position."""
 
 from __future__ import annotations
 
@@ -26,41 +26,51 @@ from selftpt.models.text import (
 )
 from selftpt.models.tokenizer import ClassTokens, Tokenizer, end_ids, tokenize
 from tests.helpers.models import KINDS, PACKED, SPECS, Small, names_of, random_prompt, relative, small
-from tests.oracle import plain
+from tests.oracle import reference
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-9}
-BOTH_WAYS = ("vit", "vit-quickgelu", "layerscale", "qk-norm", "worldwide", "mobileclip", "siglip", "coca", "bert")
+PACKED_AND_REFERENCE = (
+    "vit",
+    "vit-quickgelu",
+    "layerscale",
+    "qk-norm",
+    "worldwide",
+    "mobileclip",
+    "siglip",
+    "coca",
+    "bert",
+)
 
 
 def tokens_of(model: Small, names: list[str]) -> ClassTokens:
     return tokenize(names, model.model.text.tokenizer, model.context)
 
 
-def mixed(model: Small, length: int) -> list[str]:
-    """Names of one to sixty tokens, or as many as there is room for, in no order."""
-    most = min(60, model.room(max(length, 4)))
-    return names_of([3, 1, most, 1, 7, 2, most - 1, 3])
+def names_of_many_lengths(model: Small, length: int) -> list[str]:
+    """Return names of up to 60 tokens, or as many as fit, in no particular order."""
+    longest = min(60, model.max_tokens(max(length, 4)))
+    return names_of([3, 1, longest, 1, 7, 2, longest - 1, 3])
 
 
 def encoder_of(model: Small, names: list[str], length: int, views=VIEWS, chunk: int | None = None) -> TextEncoder:
     return TextEncoder(model.model.text, tokens_of(model, names), length, views, chunk=chunk)
 
 
-def reference(model: Small, names: list[str], prompt: Tensor, views=VIEWS) -> Tensor:
+def reference_features(model: Small, names: list[str], prompt: Tensor, views=VIEWS) -> Tensor:
     """[V, C, D] in float64 whatever the model's precision: float32 is held against the exact values."""
     exact = small(model.kind, torch.float64)
-    return torch.stack([plain.encode(exact, view, names, prompt.double()) for view in views])
+    return torch.stack([reference.encode(exact, view, names, prompt.double()) for view in views])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_which_forward(kind: str) -> None:
+def test_packed_forward_is_used_where_supported(kind: str) -> None:
     model = small(kind)
     assert model.model.text.supports_packed is SPECS[kind].packed
     forward = encoder_of(model, ["cat", "dog"], 2).forwards[0]
     assert isinstance(forward, PackedTextForward if SPECS[kind].packed else ReferenceTextForward)
 
 
-def test_packed_kinds() -> None:
+def test_list_of_kinds_that_support_packed() -> None:
     assert set(PACKED) == {
         "vit",
         "vit-quickgelu",
@@ -73,7 +83,7 @@ def test_packed_kinds() -> None:
     }
 
 
-def test_changed_mask_is_not_packed() -> None:
+def test_tower_without_causal_mask_does_not_support_packed() -> None:
     model = small("vit")
     mask = model.clip.attn_mask
     model.clip.attn_mask = torch.zeros_like(mask)
@@ -83,18 +93,18 @@ def test_changed_mask_is_not_packed() -> None:
         model.clip.attn_mask = mask
 
 
-def test_before_name() -> None:
+def test_number_of_prompt_vectors_before_the_name() -> None:
     assert [before_name("end", length) for length in range(6)] == [0, 1, 2, 3, 4, 5]
     assert [before_name("front", length) for length in range(6)] == [0, 0, 0, 0, 0, 0]
     assert [before_name("middle", length) for length in range(6)] == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mistakes_would_show(kind: str) -> None:
-    """Random models can be deaf: here views, classes and every single prompt vector make a difference."""
+def test_reference_features_depend_on_views_classes_and_every_prompt_vector(kind: str) -> None:
+    """The other tests could not detect mistakes in a model whose features hardly depend on its input."""
     model = small(kind, torch.float64)
     names, prompt = names_of([1, 1, 2]), random_prompt(model, 4)
-    features = reference(model, names, prompt)
+    features = reference_features(model, names, prompt)
     for a, b in pairwise(features):
         assert relative(a, b) > 1e-2
     for a, b in pairwise(features.unbind(1)):
@@ -102,17 +112,19 @@ def test_mistakes_would_show(kind: str) -> None:
     for k in range(4):
         changed = prompt.clone()
         changed[k] = random_prompt(model, 4, seed=1)[k]
-        assert min(relative(a, b) for a, b in zip(reference(model, names, changed), features, strict=True)) > 1e-3
+        assert (
+            min(relative(a, b) for a, b in zip(reference_features(model, names, changed), features, strict=True)) > 1e-3
+        )
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_features(kind: str, dtype: torch.dtype) -> None:
+def test_features_equal_reference(kind: str, dtype: torch.dtype) -> None:
     model = small(kind, dtype)
     for length in (1, 2, 3, 4, 5, 8):
-        names, prompt = mixed(model, length), random_prompt(model, length, seed=length)
-        found, wanted = encoder_of(model, names, length)(prompt), reference(model, names, prompt)
-        for view, a, b in zip(VIEWS, found, wanted, strict=True):
+        names, prompt = names_of_many_lengths(model, length), random_prompt(model, length, seed=length)
+        found, expected = encoder_of(model, names, length)(prompt), reference_features(model, names, prompt)
+        for view, a, b in zip(VIEWS, found, expected, strict=True):
             for name, one, other in zip(names, a, b, strict=True):
                 assert relative(one, other) < BOUND[dtype], f"{view} view of {name!r}, M = {length}"
 
@@ -120,27 +132,27 @@ def test_features(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["vit", "layerscale", "worldwide", "siglip", "coca", "roberta"])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_features_of_any_list(kind: str, data: st.DataObject) -> None:
+def test_features_of_random_class_lists_equal_reference(kind: str, data: st.DataObject) -> None:
     model = small(kind, torch.float64)
     length = data.draw(st.integers(1, 8), "M")
-    sizes = data.draw(st.lists(st.integers(1, min(60, model.room(length))), min_size=1, max_size=9), "tokens")
+    sizes = data.draw(st.lists(st.integers(1, min(60, model.max_tokens(length))), min_size=1, max_size=9), "tokens")
     views = data.draw(st.lists(st.sampled_from(VIEWS), min_size=1, max_size=3, unique=True), "views")
     chunk = data.draw(st.none() | st.integers(1, 10), "chunk")
     names, prompt = names_of(sizes), random_prompt(model, length)
     found = encoder_of(model, names, length, views, chunk)(prompt)
-    for a, b in zip(found.flatten(0, 1), reference(model, names, prompt, views).flatten(0, 1), strict=True):
+    for a, b in zip(found.flatten(0, 1), reference_features(model, names, prompt, views).flatten(0, 1), strict=True):
         assert relative(a, b) < 1e-9
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "mobileclip"])
-def test_one_view_alone(kind: str, length: int, view: str) -> None:
-    """With one vector, the middle and the front view have no prefix to share."""
+def test_features_of_a_single_view_equal_reference(kind: str, length: int, view: str) -> None:
+    """With one prompt vector, the middle and front views have no shared prefix."""
     model = small(kind, torch.float64)
     names, prompt = names_of([2, 1]), random_prompt(model, length)
     found = encoder_of(model, names, length, (view,))(prompt)
-    assert relative(found, reference(model, names, prompt, (view,))) < 1e-9
+    assert relative(found, reference_features(model, names, prompt, (view,))) < 1e-9
 
 
 TEMPLATES = ("a photo of a {}.", "{}", "{}.", "a {} on the road", "the cat and the dog in a photo of the {}, red.")
@@ -148,47 +160,46 @@ TEMPLATES = ("a photo of a {}.", "{}", "{}.", "a {} on the road", "the cat and t
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_template(kind: str, dtype: torch.dtype) -> None:
-    """The hand-written view, also where nothing stands before the name."""
+def test_template_features_equal_reference(kind: str, dtype: torch.dtype) -> None:
+    """Includes templates without text before the name."""
     model, exact = small(kind, dtype), small(kind, torch.float64)
     none = random_prompt(exact, 0)
     for template in TEMPLATES:
-        names = names_of([2, 1, min(40, model.room(12)), 1])
-        wanted = plain.encode(exact, "hand_crafted", names, none, template)
+        names = names_of([2, 1, min(40, model.max_tokens(12)), 1])
+        expected = reference.encode(exact, "hand_crafted", names, none, template)
         for chunk in (None, 1, 3):
             found = encode_template(model.model.text, tokens_of(model, names), template, chunk)
             assert not found.requires_grad
-            for one, other in zip(found, wanted, strict=True):
+            for one, other in zip(found, expected, strict=True):
                 assert relative(one, other) < BOUND[dtype], template
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_template_is_the_sentence(kind: str, template: str) -> None:
-    """For plain words the hand-written view is what open_clip makes of the whole sentence: zero-shot as known."""
+def test_template_features_equal_open_clip(kind: str, template: str) -> None:
+    """The hand-crafted view equals open_clip's encoding of the complete sentence, as in zero-shot classification."""
     model = small(kind, torch.float64)
     names = ["cat", "red kite", "blue bird in the rain"]
-    whole = model.tokenizer([template.format(name) for name in names], context_length=model.context)
-    wanted = model.clip.encode_text(whole, normalize=False)
-    assert relative(encode_template(model.model.text, tokens_of(model, names), template), wanted) < 1e-9
+    ids = model.tokenizer([template.format(name) for name in names], context_length=model.context)
+    expected = model.clip.encode_text(ids, normalize=False)
+    assert relative(encode_template(model.model.text, tokens_of(model, names), template), expected) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_of_words_is_the_sentence(kind: str) -> None:
-    """A prompt that is the embedding of words does what the words do."""
+def test_prompt_of_word_embeddings_equals_the_words(kind: str) -> None:
     model = small(kind, torch.float64)
-    prompt = model.model.text.words("a photo of a")
+    prompt = model.model.text.embed_words("a photo of a")
     assert prompt.shape == (4, model.model.text.width)
     assert not prompt.requires_grad
     sentences = ["a photo of a cat.", "cat a photo of a.", "a photo cat of a."]
-    wanted = model.clip.encode_text(model.tokenizer(sentences, context_length=model.context), normalize=False)
-    assert relative(encoder_of(model, ["cat"], 4)(prompt)[:, 0], wanted) < 1e-9
+    expected = model.clip.encode_text(model.tokenizer(sentences, context_length=model.context), normalize=False)
+    assert relative(encoder_of(model, ["cat"], 4)(prompt)[:, 0], expected) < 1e-9
 
 
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivatives(kind: str, length: int) -> None:
-    """First and second derivative of a random functional of the features, against double backward."""
+def test_first_and_second_derivatives_equal_reference(kind: str, length: int) -> None:
+    """Compares derivatives of a random linear function of the features."""
     model = small(kind, torch.float64)
     names = names_of([2, 1, 9, 1])
     encoder = encoder_of(model, names, length)
@@ -201,17 +212,18 @@ def test_derivatives(kind: str, length: int) -> None:
         (first,) = torch.autograd.grad((features_of(p) * u).sum(), p, create_graph=True)
         return first, torch.autograd.grad((first * v).sum(), p)[0]
 
-    found, wanted = both(encoder), both(lambda p: reference(model, names, p))
-    assert wanted[1].norm() > 1e-3
-    assert relative(found[0], wanted[0]) < 1e-9
-    assert relative(found[1], wanted[1]) < 1e-9
+    found, expected = both(encoder), both(lambda p: reference_features(model, names, p))
+    assert expected[1].norm() > 1e-3
+    assert relative(found[0], expected[0]) < 1e-9
+    assert relative(found[1], expected[1]) < 1e-9
 
 
-@pytest.mark.parametrize("wide", [2, 64])
-@pytest.mark.parametrize("kind", BOTH_WAYS)
-def test_chunked(kind: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked features, pulled-back gradients and second derivatives equal those of the whole list."""
-    monkeypatch.setattr("selftpt.models.text.WIDE", wide)
+@pytest.mark.parametrize("no_graph_chunk", [2, 64])
+@pytest.mark.parametrize("kind", PACKED_AND_REFERENCE)
+def test_chunked_features_vjp_and_hvp_equal_reference(
+    kind: str, no_graph_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("selftpt.models.text.NO_GRAPH_CHUNK", no_graph_chunk)
     model = small(kind, torch.float64)
     names, length = names_of([4, 1, 12, 1, 2, 4, 9]), 3
     prompt = random_prompt(model, length)
@@ -220,26 +232,25 @@ def test_chunked(kind: str, wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
     v = torch.randn(prompt.shape, generator=generator, dtype=torch.float64)
 
     p, cotangent = prompt.clone().requires_grad_(), u.clone().requires_grad_()
-    features = reference(model, names, p)
-    (pulled,) = torch.autograd.grad(features, p, cotangent, create_graph=True)
-    (other,) = torch.autograd.grad(features, p, w, retain_graph=True)
-    curved, moved = torch.autograd.grad((pulled * v).sum(), [p, cotangent])
+    features = reference_features(model, names, p)
+    (vjp_u,) = torch.autograd.grad(features, p, cotangent, create_graph=True)
+    (vjp_w,) = torch.autograd.grad(features, p, w, retain_graph=True)
+    hvp, jvp = torch.autograd.grad((vjp_u * v).sum(), [p, cotangent])
     for chunk in (None, 1, 3, 7):
         encoder = encoder_of(model, names, length, chunk=chunk)
         assert encoder.unchunked is (chunk is None or chunk >= len(names))
         assert [len(c) for c in encoder.chunks[:-1]] == [chunk] * (len(encoder.chunks) - 1)
         encoder.on_forward = on_forward = Mock()
         assert relative(encoder(prompt), features) < 1e-9
-        assert on_forward.call_count == len(encoder.wide_forwards)
+        assert on_forward.call_count == len(encoder.no_graph_forwards)
         found = [*encoder.vjp(prompt, u, w), *encoder.hvp(prompt, u, v)]
-        for one, wanted in zip(found, [pulled, other, curved, moved], strict=True):
-            assert relative(one, wanted) < 1e-9, f"in chunks of {chunk}"
+        for one, expected in zip(found, [vjp_u, vjp_w, hvp, jvp], strict=True):
+            assert relative(one, expected) < 1e-9, f"in chunks of {chunk}"
             assert not one.requires_grad
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
-def test_order_of_classes(kind: str) -> None:
-    """A class has the features it has alone, wherever it stands and whatever stands beside it."""
+def test_features_of_a_class_do_not_depend_on_the_other_classes(kind: str) -> None:
     model = small(kind, torch.float64)
     names, prompt = names_of([5, 1, 3, 1, 2]), random_prompt(model, 4)
     together = encoder_of(model, names, 4, chunk=2)(prompt)
@@ -250,19 +261,19 @@ def test_order_of_classes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("keep_constants", [False, True])
-def test_packed_forward_of_names_in_any_order(keep_constants: bool) -> None:
-    """An encoder sorts names by size; the forward pass does not rely on it."""
+def test_packed_forward_of_unsorted_sentences_equals_reference(keep_constants: bool) -> None:
+    """`TextEncoder` sorts names by length; `PackedTextForward` does not require it."""
     model = small("vit", torch.float64)
     names, prompt = names_of([5, 1, 3, 1, 2, 5]), random_prompt(model, 4)
     ids, stop = [model.encode(name) for name in names], model.encode(".")
     slots = [-1, -2, -3, -4]
     groups = [[[*slots[:k], *name, *slots[k:], *stop] for name in ids] for k in (4, 0, 2)]
     forward = PackedTextForward(model.model.text, groups, keep_constants)
-    assert relative(forward(prompt), reference(model, names, prompt)) < 1e-9
+    assert relative(forward(prompt), reference_features(model, names, prompt)) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["vit", "mobileclip", "bert"])
-def test_the_model_is_left_as_it_was(kind: str) -> None:
+def test_encoding_does_not_change_the_model(kind: str) -> None:
     model = small(kind, torch.float64)
     ids = model.tokenizer(["a photo of a cat."], context_length=model.context)
     before = model.clip.encode_text(ids, normalize=False)
@@ -277,21 +288,21 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.clip.parameters())
 
 
-def test_names_with_punctuation_and_unicode() -> None:
-    """In the end view a name and the full stop are tokenised together; in the other views they are split."""
+def test_features_of_names_with_punctuation_and_unicode_equal_reference() -> None:
+    """In the end view the name is tokenised together with the full stop; in the other views they are split."""
     model = small("vit", torch.float64)
     names = ["kite (bird of prey)", "café au lait", "猫", "🐱", "rock'n'roll!", "747-400", "cat"]
     prompt = random_prompt(model, 4)
     found = encoder_of(model, names, 4)(prompt)
-    assert relative(found, reference(model, names, prompt)) < 1e-9
-    whole = model.clip.encode_text(model.tokenizer(["a photo of a kite (bird of prey)."]))
-    words = model.model.text.words("a photo of a")
-    assert relative(encoder_of(model, names[:1], 4)(words)[0], whole) < 1e-9
+    assert relative(found, reference_features(model, names, prompt)) < 1e-9
+    ids = model.clip.encode_text(model.tokenizer(["a photo of a kite (bird of prey)."]))
+    words = model.model.text.embed_words("a photo of a")
+    assert relative(encoder_of(model, names[:1], 4)(words)[0], ids) < 1e-9
 
 
 @pytest.mark.parametrize(("kind", "odd"), [("coca", "!@#"), ("vit", "!@#"), ("mobileclip", "!@#")])
-def test_a_name_that_starts_with_the_padding_token(kind: str, odd: str) -> None:
-    """In CLIP's vocabulary padding is also a piece of `!`: such a name must not change what other classes see."""
+def test_name_that_starts_with_the_padding_id_does_not_change_other_classes(kind: str, odd: str) -> None:
+    """In CLIP's vocabulary the padding id is also the token `!`."""
     model = small(kind, torch.float64)
     assert model.encode(odd)[0] == model.spec.frame.pad
     prompt = random_prompt(model, 4)
@@ -301,9 +312,8 @@ def test_a_name_that_starts_with_the_padding_token(kind: str, odd: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["bytes", "pieces"])
-def test_tokenizers_that_write_spaces(style: str, tmp_path: Path) -> None:
-    """RoBERTa's tokenizer writes the space before a word into its token, and sentence pieces have one before a full
-    stop that stands alone: inside a sentence, a name and what follows it have the tokens they have there."""
+def test_template_features_with_tokenizers_whose_tokens_include_spaces(style: str, tmp_path: Path) -> None:
+    """RoBERTa's tokens include the space before a word; SentencePiece adds one before a separate full stop."""
     import tokenizers
     import transformers
     from tokenizers import models, pre_tokenizers, processors, trainers
@@ -313,11 +323,11 @@ def test_tokenizers_that_write_spaces(style: str, tmp_path: Path) -> None:
         bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         bare.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation()])
-    marks = ["<s>", "<pad>", "</s>", "<unk>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=marks, show_progress=False)
+    special_tokens = ["<s>", "<pad>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special_tokens, show_progress=False)
     bare.train_from_iterator(["a photo of a cat.", "cat a red kite. on the road"] * 9, trainer)
     bare.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
-    kinds = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), marks, strict=True))
+    kinds = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), special_tokens, strict=True))
     transformers.PreTrainedTokenizerFast(tokenizer_object=bare, **kinds).save_pretrained(tmp_path)
     tokenizer, clip = HFTokenizer(str(tmp_path), context_length=40), small("roberta", torch.float64).clip
 
@@ -325,37 +335,36 @@ def test_tokenizers_that_write_spaces(style: str, tmp_path: Path) -> None:
     names = ["cat", "red kite"]
     tokens = tokenize(names, tower.tokenizer, 20)
     for template in ("a photo of a {}.", "a {} on the road"):
-        wanted = clip.encode_text(tokenizer([template.format(name) for name in names]))
-        assert relative(encode_template(tower, tokens, template), wanted) < 1e-9
+        expected = clip.encode_text(tokenizer([template.format(name) for name in names]))
+        assert relative(encode_template(tower, tokens, template), expected) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_for_each_name(kind: str) -> None:
-    """Each sentence has a prompt and a name of its own, and a gradient by its own prompt alone."""
+def test_encode_pairs_features_and_gradients_equal_reference(kind: str) -> None:
     model = small(kind, torch.float64)
     for length in (1, 4):
-        names = mixed(model, length)[:5]
+        names = names_of_many_lengths(model, length)[:5]
         prompts = torch.stack([random_prompt(model, length, seed) for seed in range(5)])
         ours, theirs = prompts.clone().requires_grad_(), prompts.clone().requires_grad_()
         found = encode_pairs(model.model.text, ours, end_ids(model.model.text.tokenizer, names))
-        wanted = torch.cat([plain.encode(model, "end", [n], p) for n, p in zip(names, theirs, strict=True)])
-        assert relative(found, wanted) < 1e-9
-        u = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=wanted.dtype)
-        gradients = [torch.autograd.grad(f, p, u)[0] for f, p in ((found, ours), (wanted, theirs))]
+        expected = torch.cat([reference.encode(model, "end", [n], p) for n, p in zip(names, theirs, strict=True)])
+        assert relative(found, expected) < 1e-9
+        u = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=expected.dtype)
+        gradients = [torch.autograd.grad(f, p, u)[0] for f, p in ((found, ours), (expected, theirs))]
         assert relative(*gradients) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["siglip", "bert", "vit"])
-def test_threads_share_a_tower(kind: str) -> None:
-    """Eight threads with prompts of their own, with and without a graph, get the features of one thread."""
+def test_encoding_is_thread_safe(kind: str) -> None:
+    """Eight threads with different prompts, with and without an autograd graph, get the features of one thread."""
     model = small(kind)
     encoder = encoder_of(model, ["cat", "red kite", "dog"], 4)
     prompts = [random_prompt(model, 4, seed) for seed in range(8)]
-    wanted = [encoder(prompt.requires_grad_()).detach() for prompt in prompts]
+    expected = [encoder(prompt.requires_grad_()).detach() for prompt in prompts]
 
     def encode(i: int) -> float:
         with torch.set_grad_enabled(i % 3 > 0):
-            return relative(encoder(prompts[i % 8]), wanted[i % 8])
+            return relative(encoder(prompts[i % 8]), expected[i % 8])
 
     with ThreadPoolExecutor(8) as pool:
         errors = list(pool.map(encode, range(300)))
@@ -372,8 +381,7 @@ def test_reference_forward_changes_no_global_flag(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip", "bert"])
-def test_model_used_in_inference_mode(kind: str) -> None:
-    """What is built in inference mode can be used outside of it, with a graph."""
+def test_encoder_built_in_inference_mode_is_differentiable_outside(kind: str) -> None:
     model = small(kind)
     prompt = random_prompt(model, 2)
     with torch.inference_mode():
@@ -402,30 +410,30 @@ HARD_NAMES = [
 ]
 
 
-def check_tokens_of_clip(kind: str, names: list[str]) -> None:
-    """Zero-shot and the end view have the tokens and the features that open_clip gives the whole sentence."""
+def check_tokens_and_features_of_sentences(kind: str, names: list[str]) -> None:
+    """Check that templates and the end view have the tokens and features of open_clip for the complete sentence."""
     model = small(kind, torch.float64)
     text = model.model.text
     tokens = tokens_of(model, names)
     for template in ("a photo of a {}.", "{}", "itap of a {} (art)."):
-        whole = model.tokenizer([template.format(name) for name in tokens.names], context_length=model.context)
-        for name, row in zip(tokens.names, whole.tolist(), strict=True):
-            assert text.tokenizer.sentence(text.tokenizer.fitting(template.format(name))) == row
-        wanted = model.clip.encode_text(whole, normalize=False)
-        assert relative(encode_template(text, tokens, template), wanted) < 1e-9
-    whole = model.tokenizer([f"a photo of a {name}." for name in tokens.names], context_length=model.context)
-    wanted = model.clip.encode_text(whole, normalize=False)
-    end = encoder_of(model, list(tokens.names), 4, ("end",))(text.words("a photo of a"))
-    assert relative(end[0], wanted) < 1e-9
+        ids = model.tokenizer([template.format(name) for name in tokens.names], context_length=model.context)
+        for name, row in zip(tokens.names, ids.tolist(), strict=True):
+            assert text.tokenizer.add_special_tokens(text.tokenizer.encode_sentence(template.format(name))) == row
+        expected = model.clip.encode_text(ids, normalize=False)
+        assert relative(encode_template(text, tokens, template), expected) < 1e-9
+    ids = model.tokenizer([f"a photo of a {name}." for name in tokens.names], context_length=model.context)
+    expected = model.clip.encode_text(ids, normalize=False)
+    end = encoder_of(model, list(tokens.names), 4, ("end",))(text.embed_words("a photo of a"))
+    assert relative(end[0], expected) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_clip(kind: str) -> None:
-    check_tokens_of_clip(kind, HARD_NAMES)
+def test_sentences_with_punctuation_have_the_tokens_and_features_of_open_clip(kind: str) -> None:
+    check_tokens_and_features_of_sentences(kind, HARD_NAMES)
 
 
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip", "clipa", "coca", "bert"])
 @settings(max_examples=15, deadline=None)
 @given(names=st.lists(NAMES, min_size=1, max_size=5))
-def test_tokens_of_any_name_are_those_of_clip(kind: str, names: list[str]) -> None:
-    check_tokens_of_clip(kind, names)
+def test_sentences_of_random_names_have_the_tokens_and_features_of_open_clip(kind: str, names: list[str]) -> None:
+    check_tokens_and_features_of_sentences(kind, names)

@@ -1,4 +1,4 @@
-"""Class names to token ids: what is folded, what is equal, what is refused, and what stands around a sentence."""
+"""Tokenization of class names: special tokens, clean names, equal names, and names that cannot be used."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ OPEN_CLIP = SimpleTokenizer()
 CLIP = Tokenizer(OPEN_CLIP, 77)
 
 
-# What stands around a sentence
+# Special tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frame(kind: str) -> None:
+def test_special_tokens_equal_open_clip(kind: str) -> None:
     model = small(kind)
     found, frame = model.model.text.tokenizer, model.spec.frame
     assert found.start == frame.start
@@ -33,23 +33,23 @@ def test_frame(kind: str) -> None:
     assert found.context == model.context
     for text in ("cat", "a photo of a red kite.", name_of(20)):
         assert found.encode(text) == model.encode(text)
-        assert found.sentence(found.encode(text)) == model.tokenizer([text])[0].tolist()
+        assert found.add_special_tokens(found.encode(text)) == model.tokenizer([text])[0].tolist()
 
 
-def test_frame_of_clip_by_its_numbers() -> None:
-    assert CLIP.sentence(CLIP.encode("a cat")) == [49406, 320, 2368, 49407] + [0] * 73
+def test_ids_of_clip_special_tokens() -> None:
+    assert CLIP.add_special_tokens(CLIP.encode("a cat")) == [49406, 320, 2368, 49407] + [0] * 73
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=40))
-def test_sentence_of_any_text(text: str) -> None:
+def test_ids_of_random_texts_equal_open_clip(text: str) -> None:
     ids = CLIP.encode(text)
     if len(ids) <= 75:
-        assert CLIP.sentence(ids) == OPEN_CLIP([text])[0].tolist()
+        assert CLIP.add_special_tokens(ids) == OPEN_CLIP([text])[0].tolist()
 
 
-class Odd:
-    """A tokenizer of a kind nobody has seen: `make` puts the sentence together."""
+class StubTokenizer:
+    """A tokenizer with one token per word; `make` adds special tokens and padding."""
 
     context_length = 20
 
@@ -63,78 +63,79 @@ class Odd:
         return torch.tensor([self._make(self.encode(text), context_length) for text in texts])
 
 
-def filled(ids: list[int], context: int, pad: int = 0) -> list[int]:
-    return ids + [pad] * (context - len(ids))
+def pad(ids: list[int], context: int, token: int = 0) -> list[int]:
+    return ids + [token] * (context - len(ids))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda ids, n: filled([1, *ids, 2, 3], n),  # two tokens at the end
+        lambda ids, n: pad([1, *ids, 2, 3], n),  # two tokens at the end
         lambda ids, n: [0] * (n - len(ids) - 1) + [*ids, 2],  # padding first
         lambda ids, n: [0] * (n - len(ids)) + ids,  # padding first, and no end
-        lambda ids, n: [*filled([1, *ids, 2], n - 1), 9],  # a class token after the padding
-        lambda ids, n: filled([1, *ids[::-1], 2], n),  # backwards
-        lambda ids, n: filled([1, *(2 * i for i in ids), 2], n),  # not the tokens of the words
-        lambda ids, n: filled([1, *[i for w in ids for i in (w, 5)], 2], n),  # something between the words
+        lambda ids, n: [*pad([1, *ids, 2], n - 1), 9],  # a class token after the padding
+        lambda ids, n: pad([1, *ids[::-1], 2], n),  # reversed
+        lambda ids, n: pad([1, *(2 * i for i in ids), 2], n),  # other tokens than those of the words
+        lambda ids, n: pad([1, *[i for w in ids for i in (w, 5)], 2], n),  # a separator after each word
     ],
 )
-def test_frame_not_understood(make: Any) -> None:
-    with pytest.raises(SelfTPTError, match="tokenizer Odd"):
-        Tokenizer(Odd(make), 20)
+def test_tokenizer_with_unsupported_special_tokens_raises(make: Any) -> None:
+    with pytest.raises(SelfTPTError, match="tokenizer StubTokenizer"):
+        Tokenizer(StubTokenizer(make), 20)
 
 
-def test_frame_understood() -> None:
-    """The same tokenizer with nothing odd about it."""
-    found = Tokenizer(Odd(lambda ids, n: filled([1, 4, *ids, 2], n)), 20)
+def test_stub_tokenizer_with_supported_special_tokens() -> None:
+    found = Tokenizer(StubTokenizer(lambda ids, n: pad([1, 4, *ids, 2], n)), 20)
     assert (found.start, found.end, found.pad) == ((1, 4), (2,), 0)
 
 
-def test_no_token_for_a_common_word() -> None:
-    class Deaf(Odd):
+def test_tokenizer_without_token_for_a_common_word_raises() -> None:
+    class Empty(StubTokenizer):
         def encode(self, text: str) -> list[int]:  # noqa: ARG002
             return []
 
-    with pytest.raises(SelfTPTError, match="Deaf"):
-        Tokenizer(Deaf(lambda ids, n: filled([1, *ids, 2], n)), 20)
+    with pytest.raises(SelfTPTError, match="tokenizer Empty"):
+        Tokenizer(Empty(lambda ids, n: pad([1, *ids, 2], n)), 20)
 
 
-def test_frames_of_open_clip_not_understood() -> None:
+def test_open_clip_tokenizer_with_clips_mode_or_left_padding_raises() -> None:
     pieces = Pieces(Frame((2,), 3, 0), {})
-    with pytest.raises(SelfTPTError, match="frames sentences in an unknown way"):
+    with pytest.raises(SelfTPTError, match="special tokens or its padding are unusual"):
         Tokenizer(PiecesTokenizer(pieces, 77, mode="clips"), 77)
-    with pytest.raises(SelfTPTError, match="frames sentences in an unknown way"):
+    with pytest.raises(SelfTPTError, match="special tokens or its padding are unusual"):
         Tokenizer(PiecesTokenizer(Pieces(Frame((2,), 3, 0), {}, left=True), 77), 77)
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> HFTokenizer:
-    """A tokenizer of transformers as open_clip loads it: lower case words, [CLS] and [SEP]."""
+def hf_tokenizer(tmp_path: Path) -> HFTokenizer:
+    """Return a Hugging Face tokenizer as open_clip loads it: lower-case words, [CLS] and [SEP]."""
+    import tokenizers
     import transformers
-    from tokenizers import Tokenizer as Whole
     from tokenizers import models, normalizers, pre_tokenizers, processors
 
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "photo", "of", "cat", "dog", "."]
-    whole = Whole(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]"))
-    whole.normalizer = normalizers.Lowercase()
-    whole.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    whole.post_processor = processors.TemplateProcessing(
+    tokenizer = tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
+    )
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    marks = {f"{mark.strip('[]').lower()}_token": mark for mark in vocabulary[:4]}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=whole, **marks).save_pretrained(tmp_path)
+    special_tokens = {f"{token.strip('[]').lower()}_token": token for token in vocabulary[:4]}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special_tokens).save_pretrained(tmp_path)
     return HFTokenizer(str(tmp_path), context_length=12)
 
 
-def test_tokenizer_of_transformers(words: HFTokenizer) -> None:
-    found = Tokenizer(words, 12)
+def test_hugging_face_tokenizer(hf_tokenizer: HFTokenizer) -> None:
+    found = Tokenizer(hf_tokenizer, 12)
     assert (found.start, found.end, found.pad) == ((2,), (3,), 0)
     tokens = tokenize(["Cat", "dog", "cat", "weasel"], found, 5)
     assert tokens.ids == ((7,), (8,), (7,), (1,))
     assert tokens.same.tolist() == [0, 1, 0, 3]
-    for mark in ("[SEP]", "cat [CLS]", "[PAD] dog"):
-        with pytest.raises(SelfTPTError, match="keeps for itself"):
-            tokenize(["cat", mark], found, 5)
+    for name in ("[SEP]", "cat [CLS]", "[PAD] dog"):
+        with pytest.raises(SelfTPTError, match="special token"):
+            tokenize(["cat", name], found, 5)
 
 
 # Names
@@ -159,25 +160,25 @@ def test_clean_name(name: str, clean: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip", "clipa", "bert", "roberta"])
-def test_equal_names(kind: str) -> None:
+def test_names_with_equal_tokens_are_duplicates(kind: str) -> None:
     model = small(kind)
     names = ["Cat", "red_kite", "dog", "cat", "red  Kite", "cats", "CAT", "red kite "]
     tokens = tokenize(names, model.model.text.tokenizer, 20)
     assert tokens.names == ("Cat", "red kite", "dog", "cat", "red Kite", "cats", "CAT", "red kite")
     assert tokens.same.tolist() == [0, 1, 2, 0, 1, 5, 0, 1]
-    assert tokens.repeated == ["Cat", "red kite"]
+    assert tokens.duplicates == ["Cat", "red kite"]
     assert len(tokens) == len(names)
     assert [list(ids) for ids in tokens.ids] == [model.encode(name) for name in tokens.names]
 
 
-def test_no_equal_names() -> None:
+def test_different_names_are_not_duplicates() -> None:
     tokens = tokenize(["cat", "dog"], CLIP, 20)
     assert tokens.same.tolist() == [0, 1]
-    assert tokens.repeated == []
+    assert tokens.duplicates == []
 
 
-def test_letters_of_all_kinds() -> None:
-    """The ids are those that open_clip's tokenizer writes for the name alone; equal letters written apart are equal."""
+def test_ids_of_unicode_names_equal_open_clip() -> None:
+    """Composed and decomposed forms of a letter are equal."""
     names = ["café", "猫", "🐱", "Ελλάδα", "rock'n'roll", "a & b", "747-400", "naïve", "cafe\u0301"]
     tokens = tokenize(names, CLIP, 20)
     for name, ids in zip(names, tokens.ids, strict=True):
@@ -185,7 +186,7 @@ def test_letters_of_all_kinds() -> None:
     assert tokens.same.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
 
 
-def test_bracket_and_full_stop_are_joined_in_the_end_view_alone() -> None:
+def test_name_and_full_stop_are_tokenised_together_in_the_end_view() -> None:
     tokens = tokenize(["kite (bird of prey)"], CLIP, 20)
     bracket, stop = CLIP.encode(")")[0], CLIP.encode(".")[0]
     assert tokens.ids[0][-1] == bracket
@@ -195,28 +196,28 @@ def test_bracket_and_full_stop_are_joined_in_the_end_view_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "   ", "_", " _ _ ", "\t\n"])
-def test_empty_name(name: str) -> None:
+def test_empty_name_raises(name: str) -> None:
     with pytest.raises(SelfTPTError, match="class name 2 of 3 is empty"):
         tokenize(["cat", name, "dog"], CLIP, 20)
 
 
-def test_no_names() -> None:
+def test_empty_list_of_names_raises() -> None:
     with pytest.raises(SelfTPTError, match="no class names"):
         tokenize([], CLIP, 20)
 
 
-def test_too_long() -> None:
+def test_name_that_is_too_long_raises() -> None:
     assert len(tokenize([name_of(20)], CLIP, 20).ids[0]) == 20
-    with pytest.raises(SelfTPTError, match=r"too long: 21 tokens, .* room for 20") as refused:
+    with pytest.raises(SelfTPTError, match=r"too long: it has 21 tokens, .* accepts 20 ") as raised:
         tokenize(["cat", name_of(21)], CLIP, 20)
-    assert name_of(21)[:40] in str(refused.value)
-    with pytest.raises(SelfTPTError, match="too long: 300 tokens") as refused:
+    assert name_of(21)[:40] in str(raised.value)
+    with pytest.raises(SelfTPTError, match="too long: it has 300 tokens") as raised:
         tokenize([name_of(300)], CLIP, 60)
-    assert len(str(refused.value)) < 200
+    assert len(str(raised.value)) < 200
 
 
-def test_no_token() -> None:
-    """SigLIP's tokenizer drops all punctuation."""
+def test_name_without_tokens_raises() -> None:
+    """SigLIP's tokenizer removes all punctuation."""
     tokenizer = small("siglip").model.text.tokenizer
     with pytest.raises(SelfTPTError, match=r"'\?!' has no token"):
         tokenize(["cat", "?!"], tokenizer, 20)
@@ -238,55 +239,54 @@ def test_no_token() -> None:
         ("roberta", "cat <pad>"),
     ],
 )
-def test_marks_of_the_tokenizer(kind: str, name: str) -> None:
-    with pytest.raises(SelfTPTError, match="keeps for itself") as refused:
+def test_name_with_special_token_raises(kind: str, name: str) -> None:
+    with pytest.raises(SelfTPTError, match="special token") as raised:
         tokenize(["cat", name], small(kind).model.text.tokenizer, 20)
-    assert repr(name) in str(refused.value)
+    assert repr(name) in str(raised.value)
 
 
-def test_marks_inside_words_are_no_marks() -> None:
+def test_text_similar_to_special_tokens_is_accepted() -> None:
     names = ["end of text", "<end of text>", "! cat", "[sep] of a cat"]
     assert len(tokenize(names, CLIP, 20)) == 4
 
 
-def test_subset() -> None:
+def test_subset_of_classes() -> None:
     tokens = tokenize(["cat", "dog", "Cat", "red_kite", "DOG", "cat"], CLIP, 20)
     some = tokens.subset([5, 4, 3, 2, 1])
     assert some.names == ("cat", "DOG", "red kite", "Cat", "dog")
     assert some.ids == tuple(tokens.ids[i] for i in (5, 4, 3, 2, 1))
     assert some.same.tolist() == [0, 1, 2, 0, 1]
-    assert some.repeated == ["cat", "DOG"]
-    assert tokens.subset([3, 1]).repeated == []
+    assert some.duplicates == ["cat", "DOG"]
+    assert tokens.subset([3, 1]).duplicates == []
     assert tokens.subset(range(6)).same.tolist() == tokens.same.tolist()
 
 
 @settings(max_examples=60, deadline=None)
-@given(names=st.lists(st.text(max_size=12), min_size=1, max_size=6), room=st.integers(1, 12))
-def test_any_names(names: list[str], room: int) -> None:
-    """Whatever is typed is taken or refused in words; what is taken fits, and equal means equal tokens."""
+@given(names=st.lists(st.text(max_size=12), min_size=1, max_size=6), max_tokens=st.integers(1, 12))
+def test_random_names_are_tokenised_or_raise_selftpt_error(names: list[str], max_tokens: int) -> None:
     try:
-        tokens = tokenize(names, CLIP, room)
+        tokens = tokenize(names, CLIP, max_tokens)
     except SelfTPTError:
         return
     for i, ids in enumerate(tokens.ids):
-        assert 1 <= len(ids) <= room
+        assert 1 <= len(ids) <= max_tokens
         assert not {49406, 49407} & set(ids)
         assert int(tokens.same[i]) == tokens.ids.index(ids)
 
 
-def test_room_counts_the_tokens_of_the_whole_sentence() -> None:
-    """A closing bracket and the full stop are one token together: a name fits that would not if they were split."""
-    name = " ".join(["red"] * 65) + " (sun)"  # 68 tokens alone
+def test_length_limit_applies_to_the_complete_sentence() -> None:
+    """A closing bracket and a full stop form one token, so this name fits although its separate tokens would not."""
+    name = " ".join(["red"] * 65) + " (sun)"  # 68 tokens on its own
     contrast = ContrastConfig(views=("end", "hand_crafted"), template="a photo of a red {}.")
     assert len(CLIP.encode(name)) == 68
     assert len(CLIP.encode(contrast.template.replace("{}", name))) == 73
     assert class_tokens(CLIP, [name, "cat"], 6, contrast).names == (name, "cat")
     longer = "a photo of a red blue red {}."
-    with pytest.raises(SelfTPTError, match=r"too long: 69 tokens, .* room for 68"):
+    with pytest.raises(SelfTPTError, match=r"too long: it has 69 tokens, .* accepts 68 "):
         class_tokens(CLIP, [f"red {name}", "cat"], 4, ContrastConfig(views=("end", "hand_crafted"), template=longer))
 
 
-def test_whole_sentence_that_is_too_long() -> None:
-    assert len(CLIP.fitting(name_of(75))) == 75
-    with pytest.raises(SelfTPTError, match="too long: 76 tokens, and this model reads 75"):
-        CLIP.fitting(name_of(76))
+def test_sentence_that_is_too_long_raises() -> None:
+    assert len(CLIP.encode_sentence(name_of(75))) == 75
+    with pytest.raises(SelfTPTError, match="too long: it has 76 tokens, and this model accepts 75"):
+        CLIP.encode_sentence(name_of(76))

@@ -91,7 +91,7 @@ def test_sentences_in_chunks_equal_the_whole(file: Path, monkeypatch: pytest.Mon
     tiny = small("vit", torch.float64)
     whole = classifier(file, tiny=tiny)
     monkeypatch.setattr(AdaptConfig, "chunk", 2)
-    monkeypatch.setattr("selftpt.models.text.WIDE", 2)
+    monkeypatch.setattr("selftpt.models.text.NO_GRAPH_CHUNK", 2)
     chunked = classifier(file, tiny=tiny)
     assert relative(chunked.weights, whole.weights) < 1e-9
 
@@ -145,7 +145,7 @@ def test_missing_descriptors_are_refused(tmp_path: Path, file: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SelfTPTError, match="of descriptors"):
         classifier(tmp_path / "empty")
-    with pytest.raises(SelfTPTError, match="give two"):
+    with pytest.raises(SelfTPTError, match="give at least two"):
         classifier(file, ["cat"])
     with pytest.raises(SelfTPTError, match="class name 2 of 2 is empty"):
         classifier(file, ["cat", "_"])

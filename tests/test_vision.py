@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from selftpt.data.transforms import Preprocess
 from selftpt.models import Model
-from selftpt.models.image import ImageTower, fold
+from selftpt.models.image import ImageTower, fold_batch_norm
 from tests.helpers.models import KINDS, SPECS, perturb, relative, small
 
 
@@ -115,13 +115,13 @@ class Convolved(nn.Module):
 
 
 @pytest.mark.parametrize("past", [False, True])
-def test_fold(past: bool) -> None:
+def test_fold_batch_norm(past: bool) -> None:
     """Norms vanish where the convolution before them is seen by nothing else; the tower that was given is untouched."""
     visual = Convolved(past).eval().requires_grad_(False)
     perturb(visual, torch.Generator().manual_seed(0))
     before = {name: value.clone() for name, value in visual.state_dict().items()}
     pixels = torch.randn(2, 3, 16, 16)
-    folded = fold(visual)
+    folded = fold_batch_norm(visual)
     assert (folded is visual) is past
     assert norms(folded) == (2 if past else 0)
     assert relative(folded(pixels), visual(pixels)) < 1e-5
@@ -132,10 +132,10 @@ def norms(tower: nn.Module) -> int:
     return sum(isinstance(module, nn.BatchNorm2d) for module in tower.modules())
 
 
-def test_fold_in_half_precision() -> None:
+def test_fold_batch_norm_in_half_precision() -> None:
     visual = Convolved(False).eval().requires_grad_(False)
     perturb(visual, torch.Generator().manual_seed(0))
-    folded = fold(copy.deepcopy(visual).half())
+    folded = fold_batch_norm(copy.deepcopy(visual).half())
     assert norms(folded) == 0
     assert {p.dtype for p in folded.parameters()} == {torch.float16}
     pixels = torch.randn(2, 3, 16, 16)
@@ -199,7 +199,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.size}-{c.resize_mode}-{c.interpolation}-{c.fill_color}")
 def test_preprocess(config: PreprocessCfg) -> None:
     wanted = image_transform_v2(config, is_train=False)
-    preprocess = Preprocess.of(asdict(config))
+    preprocess = Preprocess.from_config(asdict(config))
     height, width = config.size if isinstance(config.size, tuple) else (config.size, config.size)
     assert preprocess.size == (height, width)
     for shape in [(100, 60), (60, 100), (32, 32), (7, 5), (33, 200), (4, 50)]:
@@ -212,7 +212,7 @@ def test_preprocess(config: PreprocessCfg) -> None:
 
 def test_preprocess_with_other_mean() -> None:
     config = PreprocessCfg(size=16, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
-    preprocess = Preprocess.of(asdict(config))
+    preprocess = Preprocess.from_config(asdict(config))
     found = preprocess.normalize(preprocess(image(40, 30))[None])[0]
     assert torch.allclose(found, image_transform_v2(config, is_train=False)(image(40, 30)), atol=1e-6)
     white = preprocess.normalize(torch.full((1, 3, 16, 16), 255, dtype=torch.uint8))[0, :, 0, 0]
@@ -220,6 +220,6 @@ def test_preprocess_with_other_mean() -> None:
 
 
 def test_floats_are_normalized_already() -> None:
-    preprocess = Preprocess.of(asdict(PreprocessCfg(size=16)))
+    preprocess = Preprocess.from_config(asdict(PreprocessCfg(size=16)))
     floats = torch.randn(2, 3, 16, 16)
     assert torch.equal(preprocess.normalize(floats), floats)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from selftpt import hub
 from selftpt.config import PredictConfig
 from selftpt.data.decoding import ImageError, ImageInput, warn_of
 from selftpt.data.features import Block, FeatureProvider
@@ -132,6 +133,73 @@ class Classifier:
             raise SelfTPTError(f"{path} is not a valid classifier file: {error}") from error
         made = cls(names, weights, scale, model_id, header["origin"])
         return made if model is None else made.with_model(model, f"the classifier {path}")
+
+    @classmethod
+    def from_hub(
+        cls, repo: str, *, model: Model | None = None, revision: str | None = None, token: hub.Token = None
+    ) -> Classifier:
+        """Download a classifier from the Hugging Face hub; it is verified like a local file.
+
+        Args:
+            repo: The repository, `"user/name"`.
+            model: Its model. By default the model that the file names is loaded when it is first needed, if it is the
+                embedded one or one that open_clip publishes.
+            revision: A branch, tag or commit; by default the main branch.
+            token: A token of the hub; by default HF_TOKEN or that of `hf auth login`.
+
+        Raises:
+            SelfTPTError: It cannot be downloaded, is not a valid classifier, or was made with another model.
+        """
+        return cls.load(hub.download(repo, "classifier", revision=revision, token=token), model)
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        private: bool | None = None,
+        token: hub.Token = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        accuracy: Mapping[str, float] | None = None,
+        license: str | None = None,
+    ) -> str:
+        """Upload the classifier to the Hugging Face hub, with a model card.
+
+        Args:
+            repo: The repository, `"user/name"`. It is created if it does not exist.
+            private: Whether a new repository is private; by default the hub decides.
+            token: A token of the hub with write permission; by default HF_TOKEN or that of `hf auth login`.
+            revision: The branch, which is created if it does not exist; by default the main branch.
+            commit_message: The commit message.
+            accuracy: Top-1 accuracy in percent for each test set, for the model card: `{"my test set": 81.2}`.
+            license: The identifier of a license on the hub for the model card, such as `"apache-2.0"`.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            SelfTPTError: The upload failed; the message says why and what to do.
+        """
+        shared = dataclasses.replace(self, model_id=hub.shareable(self.model_id), model=None)
+        card = hub.model_card(
+            repo,
+            "classifier",
+            shared.model_id,
+            self.origin,
+            names=self.names,
+            accuracy=accuracy,
+            license=license,
+        )
+        return hub.push(
+            repo,
+            "classifier",
+            shared.save,
+            card,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+        )
 
     def with_model(self, model: Model, what: str = "the classifier") -> Classifier:
         """The same classifier with its model.

@@ -93,7 +93,7 @@ def _writing(path: Path) -> Iterator[None]:
         raise SelfTPTError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is either the old one or the new one, whatever happens."""
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +335,7 @@ def write_tensors(
             raise ValueError(f"it has {len(content)} bytes, more than {MAX_SIZE}")
     except ValueError as error:
         raise SelfTPTError(f"cannot write {path}, which would not be a valid {kind} file: {error}") from error
-    write_whole(path, content)
+    write_atomically(path, content)
 
 
 def read_tensors(
@@ -372,8 +372,42 @@ def read_header(path: Path, kind: str, schema: Schema | None = None) -> dict[str
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file of any kind, verified by its digests."""
+    """Read and verify the header and the tensors of a file of any kind."""
     return read_tensors(path, None)
+
+
+def verify_file(path: Path) -> dict[str, Any]:
+    """Read the header of a file of any kind, and verify all of the file by its digests, without torch.
+
+    Returns:
+        The header, as `read_tensors` returns it.
+
+    Raises:
+        SelfTPTError: The file cannot be read or is damaged.
+    """
+    with open_regular(path) as file, _one_line(path, None):
+        header = _read_header(path, file, None, None)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        layout = parse_json(file.read(length).decode())
+        for name, entry in header["tensors"].items():
+            place = layout.get(name, {})
+            if any(place.get(key) != entry[key] for key in ("dtype", "shape")):
+                raise _damaged(path, "it was changed while it was read")
+            begin, end = place["data_offsets"]
+            file.seek(8 + length + begin)
+            if "sha256" in entry and _digest_of(file, end - begin) != entry["sha256"]:
+                raise _damaged(path, f"its tensor {ascii(name)[:60]} does not match its digest")
+    return header
+
+
+def _digest_of(file: IO[bytes], count: int) -> str:
+    """The SHA-256 digest of the next `count` bytes of a file."""
+    sha = sha256()
+    while count and (part := file.read(min(count, 1 << 20))):
+        sha.update(part)
+        count -= len(part)
+    return sha.hexdigest()
 
 
 @contextlib.contextmanager

@@ -82,9 +82,17 @@ def learn_from_features(
     initial: Mapping[str, Tensor] | None = None,
     optional: bool = False,
 ) -> Prompt:
-    """Learn a prompt from features [N, crops, D], of which each epoch takes the next crop, and labels [N].
+    """Learn a prompt from image features.
 
-    With `optional`, files that cannot be written are a warning.
+    Args:
+        model: The frozen model.
+        tokens: The class names.
+        features: L2-normalised features of crops [N, crops, D]; each epoch takes the next crop.
+        labels: [N].
+        config: The configuration.
+        out: As in `learn`.
+        initial: As in `learn`.
+        optional: Whether a file that cannot be written is a warning instead of an error.
     """
     training = prompt_training(model, tokens, features, labels, config)
     training.start_from(initial or {})
@@ -107,7 +115,7 @@ def learn_from_features(
 def prompt_training(
     model: Model, tokens: ClassTokens, features: Tensor, labels: Tensor, config: LearnConfig
 ) -> Training:
-    """The training run of stage 1, whose parameters are the context [M, d] and the head.
+    """Prepare the training run of stage 1, whose parameters are the context [M, d] and the head.
 
     Args:
         model: The frozen model.
@@ -144,13 +152,13 @@ def _run_key(
     settings: Mapping[str, object],
     initial: Mapping[str, Tensor] | None,
 ) -> str:
-    """A digest of all that determines the result, so that a checkpoint of another run is not resumed."""
+    """A digest of everything that determines the result, so that only checkpoints of the same run are resumed."""
     hashes = [(name, content_digest(tensor)) for name, tensor in {"": features, **(initial or {})}.items()]
     return digest(code_digest(), model.id.digest, settings, tokens.names, hashes, labels.tolist())
 
 
 class ClassLists:
-    """The class list of a step: all classes, or the batch's own and others drawn at random."""
+    """The class list of a training step: all classes, or those of the batch and a random sample of the others."""
 
     def __init__(self, model: Model, tokens: ClassTokens, config: LearnConfig) -> None:
         self.model, self.tokens, self.config = model, tokens, config
@@ -162,7 +170,7 @@ class ClassLists:
     def _task(self, tokens: ClassTokens, hand_crafted: Tensor | None) -> Task:
         config = self.config
         contrasted = config.contrast.learned if config.contrasts else ()
-        views = [view for view in VIEWS if view == "end" or view in contrasted]  # cross-entropy is of Eq. 2
+        views = [view for view in VIEWS if view == "end" or view in contrasted]  # Eq. 2 uses the end view
         encoder = TextEncoder(self.model.text, tokens, config.length, views, chunk=config.chunk)
         return Task(encoder, hand_crafted, tokens.same.to(self.model.device), config.contrast)
 

@@ -44,3 +44,26 @@ def check_names(names: object) -> tuple[str, ...]:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def parse_names(text: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Read class names, and descriptions of classes, from the lines of a text.
+
+    A line is a class name, or `name: description`, split at the first ": ". Lines with the same name add descriptions
+    to one class. In a text without descriptions equal lines are different classes with equal names.
+
+    Args:
+        text: The lines; empty lines are ignored.
+
+    Returns:
+        The names in order of appearance, and lists of descriptions by name, without the names that have none.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    descriptions: dict[str, list[str]] = {}
+    names = []
+    for line in lines:
+        name, found, description = line.partition(": ")
+        names.append(name.strip())
+        if found:
+            descriptions.setdefault(name.strip(), []).append(description.strip())
+    return (list(dict.fromkeys(names)) if descriptions else names), descriptions

@@ -1,30 +1,82 @@
-"""A progress bar for what takes longer than two seconds, on a terminal only."""
+"""Progress on standard error: a bar on a terminal, else one line per minute."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-PATIENCE = 2.0
+BAR_AFTER = 2.0  # seconds
+LINE_EVERY = 60.0  # seconds
+
+
+class ProgressLines:
+    """Writes a line to standard error when none was written for some time. Thread-safe.
+
+    Args:
+        interval: Seconds between two lines.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, interval: float = LINE_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
+        self.interval, self.clock = interval, clock
+        self._last = clock()
+        self._lock = threading.Lock()
+
+    def write(self, text: str, done: int, total: int | None) -> None:
+        """Write how much is done, if it is time to.
+
+        Args:
+            text: What is being done.
+            done: The number of steps done.
+            total: The number of all steps; None if it is not known.
+        """
+        with self._lock:
+            now = self.clock()
+            if now - self._last < self.interval:
+                return
+            self._last = now
+        of = f" of {total} ({100 * done // total} %)" if total else ""
+        print(f"note: {text}: {done}{of}", file=sys.stderr, flush=True)
+
+
+LINES = ProgressLines()  # of all bars of the process, so that many short tasks write one line per minute together
 
 
 class Bar:
-    """`with Bar("learning", total) as bar: bar.step()`, on standard error."""
+    """Shows the progress of a task: `with Bar("learning", total) as bar: bar.step()`.
 
-    def __init__(self, text: str, total: int | None, done: int = 0) -> None:
+    On a terminal it is a bar, which appears after two seconds. Elsewhere one line per minute is written.
+
+    Args:
+        text: What is being done.
+        total: The number of steps; None if it is not known.
+        done: The number of steps that were done before.
+        lines: Writes the lines.
+    """
+
+    def __init__(self, text: str, total: int | None, done: int = 0, lines: ProgressLines = LINES) -> None:
         console = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._terminal = console.is_terminal
+        self._progress = Progress(*columns, console=console, transient=True, disable=not self._terminal)
         self._task = self._progress.add_task(text, total=total, completed=done)
         self._begin = time.monotonic()
         self._shown = False
+        self._text, self._total, self._done, self._lines = text, total, done, lines
 
     def step(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Count steps as done."""
+        self._done += count
+        if not self._terminal:
+            self._lines.write(self._text, self._done, self._total)
+            return
         self._progress.advance(self._task, count)
-        if not self._shown and time.monotonic() - self._begin > PATIENCE:
+        if not self._shown and time.monotonic() - self._begin > BAR_AFTER:
             self._progress.start()
             self._shown = True
 

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from selftpt import hub
 from selftpt.config import ContrastConfig, current_names
 from selftpt.errors import SelfTPTError
 from selftpt.files import Schema, read_tensors, write_tensors
@@ -108,6 +109,69 @@ class Prompt:
         context = tensors.pop("context")
         return cls(context, Head(**tensors), contrast, ModelId(**header["model"]), header["origin"])
 
+    @classmethod
+    def from_hub(cls, repo: str, *, revision: str | None = None, token: hub.Token = None) -> Prompt:
+        """Download a prompt from the Hugging Face hub; it is verified like a local file.
+
+        Args:
+            repo: The repository, `"user/name"`.
+            revision: A branch, tag or commit; by default the main branch.
+            token: A token of the hub; by default HF_TOKEN or that of `hf auth login`.
+
+        Raises:
+            SelfTPTError: It cannot be downloaded, or it is not a valid prompt.
+        """
+        return cls.load(hub.download(repo, "prompt", revision=revision, token=token))
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        private: bool | None = None,
+        token: hub.Token = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        accuracy: Mapping[str, float] | None = None,
+        license: str | None = None,
+    ) -> str:
+        """Upload the prompt to the Hugging Face hub, with a model card.
+
+        Args:
+            repo: The repository, `"user/name"`. It is created if it does not exist.
+            private: Whether a new repository is private; by default the hub decides.
+            token: A token of the hub with write permission; by default HF_TOKEN or that of `hf auth login`.
+            revision: The branch, which is created if it does not exist; by default the main branch.
+            commit_message: The commit message.
+            accuracy: Top-1 accuracy in percent for each test set, for the model card: `{"my test set": 81.2}`.
+            license: The identifier of a license on the hub for the model card, such as `"apache-2.0"`.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            SelfTPTError: The upload failed; the message says why and what to do.
+        """
+        shared = dataclasses.replace(self, model=hub.shareable(self.model))
+        card = hub.model_card(
+            repo,
+            "prompt",
+            shared.model,
+            self.origin,
+            settings={"contrast": dataclasses.asdict(self.contrast)},
+            accuracy=accuracy,
+            license=license,
+        )
+        return hub.push(
+            repo,
+            "prompt",
+            shared.save,
+            card,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+        )
+
 
 def initial_context(model: Model, length: int, words: str, generator: torch.Generator) -> Tensor:
     """The initial context vectors [M, d]: the token embeddings of `words`.
@@ -115,7 +179,7 @@ def initial_context(model: Model, length: int, words: str, generator: torch.Gene
     If there are more tokens than `length`, the last ones are taken, which are next to the class name. If there are
     fewer, vectors drawn from N(0, 0.02) come first.
     """
-    known = model.text.words(words)[-length:].cpu()
+    known = model.text.embed_words(words)[-length:].cpu()
     drawn = torch.empty(length - len(known), model.text.width).normal_(0, 0.02, generator=generator)
     return torch.cat([drawn, known.float()])
 

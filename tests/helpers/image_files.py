@@ -1,4 +1,4 @@
-"""Images for tests, made on the spot."""
+"""Images and image files for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RED, GREEN, BLUE, YELLOW, WHITE, BLACK = (
     (255, 255, 255),
     (0, 0, 0),
 )
-# The visual side of the first stored row, and of the first stored column, by EXIF's definition of its orientations.
+# The side of the displayed image that the first stored row and the first stored column belong to, by EXIF orientation.
 SIDES = {
     1: ("top", "left"),
     2: ("top", "right"),
@@ -34,7 +34,7 @@ SIDES = {
 
 
 def scene(width: int = 64, height: int = 32) -> Image.Image:
-    """Four quarters: red and green above, blue and yellow below."""
+    """Return an image of four quarters: red and green above, blue and yellow below."""
     pixels = np.empty((height, width, 3), np.uint8)
     pixels[: height // 2, : width // 2], pixels[: height // 2, width // 2 :] = RED, GREEN
     pixels[height // 2 :, : width // 2], pixels[height // 2 :, width // 2 :] = BLUE, YELLOW
@@ -42,7 +42,7 @@ def scene(width: int = 64, height: int = 32) -> Image.Image:
 
 
 def quarters(image: Image.Image) -> list[tuple[int, ...]]:
-    """The colours in the middle of the four quarters of an RGB image, row by row."""
+    """Return the colours at the centres of the four quarters of an RGB image, row by row."""
     assert image.mode == "RGB"
     width, height = image.size
     places = [(x, y) for y in (height // 4, 3 * height // 4) for x in (width // 4, 3 * width // 4)]
@@ -50,7 +50,7 @@ def quarters(image: Image.Image) -> list[tuple[int, ...]]:
 
 
 def noise(seed: int, width: int = 40, height: int = 40) -> Image.Image:
-    """A image unlike that of any other seed: coloured blocks and grain."""
+    """Return a random image of coloured blocks and noise, different for every seed."""
     rng = np.random.default_rng(seed)
     blocks = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(
         (width, height), Image.Resampling.NEAREST
@@ -59,7 +59,7 @@ def noise(seed: int, width: int = 40, height: int = 40) -> Image.Image:
 
 
 def noises(folder: Path, count: int, suffix: str = "png") -> list[Path]:
-    """Files with such images, of several sizes."""
+    """Write `count` random images of several sizes to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{seed:02d}.{suffix}" for seed in range(count)]
     for seed, path in enumerate(paths):
@@ -68,14 +68,14 @@ def noises(folder: Path, count: int, suffix: str = "png") -> list[Path]:
 
 
 def encoded(image: Image.Image, format: str, **options: Any) -> bytes:
-    """The bytes of a image file."""
+    """Return an image as the bytes of a file."""
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
 
 
 def turned(upright: Image.Image, orientation: int) -> tuple[Image.Image, Image.Exif]:
-    """How a camera stores a image with an orientation, and the tag that says so."""
+    """Return an image as a camera stores it with an EXIF orientation, and the EXIF data."""
     rows, columns = SIDES[orientation]
     pixels = np.asarray(upright)
     if rows in ("left", "right"):
@@ -92,7 +92,7 @@ def turned(upright: Image.Image, orientation: int) -> tuple[Image.Image, Image.E
 def png(
     width: int, height: int, depth: int, colour: int, rows: Iterable[bytes], chunks: Iterable[tuple[bytes, bytes]] = ()
 ) -> bytes:
-    """A PNG file from its raw rows; colour is 0 for grey, 2 for RGB, 3 for a palette."""
+    """Return a PNG file with the given raw rows; `colour` is 0 for grey, 2 for RGB, 3 for a palette."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -105,7 +105,7 @@ def png(
 
 
 def tiff(tags: dict[int, int | tuple[int, ...]], data: bytes) -> bytes:
-    """A little-endian TIFF file: header, data at 8, then one directory of LONG tags."""
+    """Return a little-endian TIFF file: header, data at offset 8, then one directory of LONG tags."""
     start = 8 + len(data) + len(data) % 2
     extra, entries = b"", b""
     after = start + 2 + 12 * len(tags) + 4
@@ -120,18 +120,18 @@ def tiff(tags: dict[int, int | tuple[int, ...]], data: bytes) -> bytes:
 
 
 def black_png(width: int, height: int) -> bytes:
-    """A large image in a small file: a bit a pixel, all black."""
+    """Return a black PNG image with one bit per pixel: a large image in a small file."""
     return png(width, height, 1, 0, (bytes((width + 7) // 8) for _ in range(height)))
 
 
 def ycck(image: Image.Image) -> bytes:
-    """A JPEG as Photoshop writes it: CMYK, inverted, and of that the first three in YCbCr."""
+    """Return a JPEG file as Photoshop writes it: inverted CMYK whose first three channels are stored as YCbCr."""
     cyan_magenta_yellow = Image.merge("RGB", image.convert("CMYK").split()[:3])
     stored = [*cyan_magenta_yellow.convert("YCbCr").split(), Image.new("L", image.size, 255)]
-    # Pillow inverts what it writes as CMYK, and marks it as not transformed.
+    # Pillow inverts CMYK when it writes it and sets the transform flag in the Adobe marker to 0.
     plain = Image.merge("CMYK", [band.point(lambda value: 255 - value) for band in stored])
     data = bytearray(encoded(plain, "JPEG", quality=95))
-    mark = data.index(b"Adobe")
-    assert data[mark + 11] == 0
-    data[mark + 11] = 2
+    marker = data.index(b"Adobe")
+    assert data[marker + 11] == 0
+    data[marker + 11] = 2
     return bytes(data)

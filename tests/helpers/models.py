@@ -1,8 +1,8 @@
-"""Small random models of every kind that open_clip builds, made on the spot.
+"""Small random models of every architecture that open_clip builds.
 
-`small(kind)` is a model with all that the references need to know of it, written down by hand rather than asked of
-selftpt. Its parameters are perturbed: a fresh open_clip model has zero biases, unit norms and almost no attention,
-under which many mistakes do not show.
+`small(kind)` returns a model and the facts about it that the reference implementations need. These facts are written
+here and not computed by selftpt. The parameters are perturbed, because a new open_clip model has zero biases, unit
+LayerNorm weights and almost uniform attention, which would hide many mistakes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from selftpt.models import Model, ModelId
 from selftpt.models.loading import _digest
 
-# One token each, in every tokenizer here.
+# Each of these words is one token in every tokenizer of the small models.
 WORDS = (
     "a photo of the in on and cat dog red blue fish bird tree car sun moon star kite lion bear duck frog rose corn "
     "rice soup cake boat ship road hill lake sand snow rain wind"
@@ -37,7 +37,7 @@ CLIP_END = 49407
 
 @dataclass(frozen=True)
 class Frame:
-    """What a tokenizer puts around a sentence."""
+    """The special tokens of a tokenizer."""
 
     start: tuple[int, ...]
     end: int
@@ -48,9 +48,12 @@ CLIP_FRAME = Frame((49406,), CLIP_END, 0)
 
 
 class Pieces:
-    """Stands in for a tokenizer of transformers: the words above have an id each, of other words every letter has one.
+    """Stub of a Hugging Face tokenizer: one token for each of `WORDS`, and one per letter for other words.
 
-    marks: texts that stand for special ids, such as [SEP].
+    Args:
+        frame: The special tokens around a sentence.
+        marks: Texts that become special ids, such as "[SEP]".
+        left: Whether padding is on the left.
     """
 
     def __init__(self, frame: Frame, marks: dict[str, int], left: bool = False) -> None:
@@ -105,7 +108,7 @@ class _Encoding(SimpleNamespace):
 
 
 class PiecesTokenizer(HFTokenizer):
-    """open_clip's own wrapper, around Pieces in place of a tokenizer from the hub."""
+    """open_clip's tokenizer wrapper around `Pieces` instead of a tokenizer from the hub."""
 
     def __init__(
         self, pieces: Pieces, context_length: int, clean: str = "whitespace", strip: bool = False, mode: str = ""
@@ -117,11 +120,23 @@ class PiecesTokenizer(HFTokenizer):
 
 @dataclass(frozen=True)
 class Spec:
-    """How a kind is built, and what is known of it.
+    """How to build a small model, and the facts that tests need.
 
-    packed: whether the text tower supports the packed forward; blocks: whether the image tower runs the block loop.
-    causal, pool: what the text tower does; pool is where the features are read: at the end token, in the last
-    position, in an extra class row, or as a mean.
+    Attributes:
+        vision: `vision_cfg` of open_clip.
+        text: `text_cfg` of open_clip; empty for a Hugging Face text encoder.
+        packed: Whether the text tower supports the packed forward pass.
+        blocks: Whether the image tower runs through the block loop.
+        build: Class of the model.
+        frame: Special tokens of the tokenizer.
+        clean: Text cleaning of the tokenizer; None for CLIP's own tokenizer.
+        marks: Texts that become special ids.
+        strip: Whether open_clip removes the end token.
+        causal: Whether the text tower is causal.
+        pool: Pooling of the text tower: the end token, the last position, an extra class token, or the mean.
+        preprocess: Differences from open_clip's default preprocessing.
+        dimension: Dimension of the features.
+        more: Further arguments of `build`.
     """
 
     vision: dict[str, Any]
@@ -173,7 +188,7 @@ SPECS: dict[str, Spec] = {
     ),
     "qk-norm": Spec(_vit(**_EXTRAS), _text(**_EXTRAS, proj_type="none"), True, True, dimension=32),
     "one-layer": Spec(_vit(layers=1), _text(layers=1, mlp_ratio=2.0), True, True),
-    # As the worldwide models: no start token, an end token that is not the highest.
+    # Like the worldwide models: no start token, and an end token that is not the highest id.
     "worldwide": Spec(
         _vit(pool_type="avg"),
         _text(**_FEW, pool_type="eos", eos_id=1),
@@ -213,7 +228,7 @@ SPECS: dict[str, Spec] = {
         dimension=64,
         more={"init_logit_bias": -10.0},
     ),
-    # As CLIPA: the tokenizer of BERT without its [SEP].
+    # Like CLIPA: the tokenizer of BERT without [SEP].
     "clipa": Spec(
         _vit(pool_type="avg", final_ln_after_pool=True),
         _text(**_FEW, context_length=32, no_causal_mask=True, pool_type="last"),
@@ -259,7 +274,7 @@ BLOCKS = tuple(kind for kind, spec in SPECS.items() if spec.blocks)
 
 @dataclass(frozen=True)
 class Small:
-    """A small model, with open_clip's own model and tokenizer below it."""
+    """A small model with the open_clip model and tokenizer that it wraps."""
 
     kind: str
     spec: Spec
@@ -269,7 +284,7 @@ class Small:
 
     @property
     def text(self) -> Any:
-        """The module that holds the text tower's parts."""
+        """The module that holds the text tower."""
         return self.clip if isinstance(self.clip, open_clip.CLIP) else self.clip.text
 
     @property
@@ -283,19 +298,19 @@ class Small:
         return self.tokenizer.context_length
 
     def encode(self, text: str) -> list[int]:
-        """The ids of bare words: the whole sentence that the tokenizer makes, with the known frame cut off."""
-        whole = self.tokenizer([text], context_length=self.context + 20)[0].tolist()
-        ids = whole[len(self.spec.frame.start) :]
+        """Return token ids without special tokens, from the output of open_clip's tokenizer."""
+        sentence = self.tokenizer([text], context_length=self.context + 20)[0].tolist()
+        ids = sentence[len(self.spec.frame.start) :]
         return ids[: ids.index(self.spec.frame.end)]
 
-    def room(self, length: int) -> int:
-        """How many tokens a name may have beside `length` prompt vectors or words."""
+    def max_tokens(self, length: int) -> int:
+        """Return the maximum number of tokens of a name in a sentence with `length` other tokens and a full stop."""
         return self.context - len(self.spec.frame.start) - 1 - length - len(self.encode("."))
 
 
 @functools.cache
 def small(kind: str, dtype: torch.dtype = torch.float32) -> Small:
-    """The small model of a kind; in float64 it has the same parameters, and its own copy of them."""
+    """Return the small model of a kind; float32 and float64 have separate copies of the same parameters."""
     spec = SPECS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(kind.encode()))
@@ -307,7 +322,7 @@ def small(kind: str, dtype: torch.dtype = torch.float32) -> Small:
     tokenizer = (
         SimpleTokenizer(context_length=context)
         if spec.clean is None
-        else PiecesTokenizer(Pieces(_written(spec), spec.marks), context, spec.clean, spec.strip)
+        else PiecesTokenizer(Pieces(_inner_frame(spec), spec.marks), context, spec.clean, spec.strip)
     )
     id = ModelId(kind, "random", _digest(clip, preprocess))
     model = Model(clip.to(dtype), tokenizer, id, spec.dimension, "cpu", "fp32")
@@ -315,12 +330,12 @@ def small(kind: str, dtype: torch.dtype = torch.float32) -> Small:
 
 
 def model(kind: str = "vit") -> Model:
-    """The small model of a kind, for tests that need no more than a model."""
+    """Return the `Model` of a small model."""
     return small(kind).model
 
 
-def _written(spec: Spec) -> Frame:
-    """The frame that the inner tokenizer writes, before open_clip strips its end."""
+def _inner_frame(spec: Spec) -> Frame:
+    """Return the special tokens of the inner tokenizer, before open_clip removes the end token."""
     return _BERT_FRAME if spec.strip else spec.frame
 
 
@@ -332,8 +347,8 @@ def _build(kind: str, spec: Spec) -> nn.Module:
         return clip
     import transformers
 
-    made = transformers.BertConfig if kind == "bert" else transformers.RobertaConfig
-    config = made(
+    config_class = transformers.BertConfig if kind == "bert" else transformers.RobertaConfig
+    config = config_class(
         vocab_size=1000,
         hidden_size=32,
         num_hidden_layers=2,
@@ -351,7 +366,7 @@ def _build(kind: str, spec: Spec) -> nn.Module:
 
 @torch.no_grad()
 def perturb(clip: nn.Module, generator: torch.Generator) -> None:
-    """Move every parameter, and the statistics of batch norms."""
+    """Add noise to every parameter and to the statistics of batch norms, in place."""
     for name, parameter in clip.named_parameters():
         if "logit" not in name:
             size = 0.5 if "embed" in name else 0.02 if parameter.ndim == 4 else 0.15
@@ -364,25 +379,25 @@ def perturb(clip: nn.Module, generator: torch.Generator) -> None:
 
 
 def name_of(tokens: int, seed: int = 0) -> str:
-    """A name of so many tokens."""
+    """Return a name with the given number of tokens."""
     return " ".join(WORDS[(seed * 7 + 5 * k + k * k) % len(WORDS)] for k in range(tokens))
 
 
 def names_of(sizes: Sequence[int]) -> list[str]:
-    """Names of so many tokens each."""
+    """Return one name per size, with that number of tokens."""
     return [name_of(size, seed) for seed, size in enumerate(sizes)]
 
 
 def random_prompt(small: Small, length: int, seed: int = 0) -> Tensor:
-    """Prompt vectors [length, d] about as long as the embeddings of words."""
+    """Return random prompt vectors [length, d] with about the norm of word embeddings."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(length, small.embedding.shape[1], generator=generator)
-    return (0.5 * drawn).to(small.embedding.dtype)
+    vectors = torch.randn(length, small.embedding.shape[1], generator=generator)
+    return (0.5 * vectors).to(small.embedding.dtype)
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference by the norm of what is wanted, in float64."""
-    found, wanted = found.detach().double(), wanted.detach().double()
-    assert found.shape == wanted.shape, f"{tuple(found.shape)} is not {tuple(wanted.shape)}"
-    size = wanted.norm().item()
-    return (found - wanted).norm().item() / (size if size > 0 else 1.0)
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference divided by the norm of the expected tensor, in float64."""
+    found, expected = found.detach().double(), expected.detach().double()
+    assert found.shape == expected.shape, f"{tuple(found.shape)} is not {tuple(expected.shape)}"
+    size = expected.norm().item()
+    return (found - expected).norm().item() / (size if size > 0 else 1.0)

@@ -26,9 +26,11 @@ def images(small: Small, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
 
 
 def hand_written(small: Small, names: Sequence[str], templates: Sequence[str]) -> list[list[Tensor]]:
-    """For each sentence, the unit embedding of each class."""
+    """For each sentence, the L2-normalised embedding of each class."""
     nothing = small.embedding[:0]
-    return [[unit(w) for w in reference.encode(small, "hand_crafted", names, nothing, template)] for template in templates]
+    return [
+        [unit(w) for w in reference.encode(small, "hand_crafted", names, nothing, template)] for template in templates
+    ]
 
 
 def choose(row: Sequence[Tensor], right: int) -> Tensor:

@@ -70,7 +70,8 @@ def mean_embedding(small: Small, names: Sequence[str], contexts: Tensor) -> Tens
     rows = []
     for name in names:
         each = [
-            unit(reference.encode(small, where(k, len(contexts)), [name], context)[0]) for k, context in enumerate(contexts)
+            unit(reference.encode(small, where(k, len(contexts)), [name], context)[0])
+            for k, context in enumerate(contexts)
         ]
         rows.append(sum(each) / len(each))
     return torch.stack(rows)

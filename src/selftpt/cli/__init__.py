@@ -1,4 +1,4 @@
-"""The command line: one file a command, each thin."""
+"""The command line: one module per command."""
 
 from __future__ import annotations
 
@@ -8,63 +8,107 @@ import os
 import re
 import sys
 import warnings
+from types import ModuleType
 from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
-from selftpt.cli import adapt, bench, cache, classify, datasets, demo, inspect, learn, methods, models, predict, table
+from selftpt.cli import (
+    adapt,
+    bench,
+    cache,
+    classify,
+    datasets,
+    demo,
+    info,
+    inspect,
+    learn,
+    methods,
+    models,
+    predict,
+    push,
+    table,
+)
+from selftpt.cli.options import HelpfulCommand, HelpfulGroup, note
 from selftpt.config import RENAMED_SETTINGS, deprecated
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.version import __version__
 
-INTERRUPTED = 130  # what typer makes of Ctrl-C
+INTERRUPTED = 130  # typer's exit code for Ctrl-C
+USE, EVALUATE, LIST = "Classify images", "Benchmark", "Show"
+COMMANDS: dict[ModuleType, tuple[str, str]] = {  # panel and example
+    demo: (USE, "selftpt demo --out demo.png"),
+    classify: (USE, "selftpt classify photos/ --names 'tabby cat, parrot, bicycle'"),
+    learn: (USE, "selftpt learn labelled-photos/ --out prompt.safetensors"),
+    adapt: (USE, "selftpt adapt --names 'tabby cat, parrot' --out pets.safetensors"),
+    predict: (USE, "selftpt predict photos/ --classifier pets.safetensors --json"),
+    push: (USE, "selftpt push prompt.safetensors alice/my-prompt"),
+    bench: (EVALUATE, "selftpt bench cross-dataset --data data/ --source caltech101 --out runs/"),
+    table: (EVALUATE, "selftpt table runs/ --format markdown"),
+    methods: (LIST, "selftpt methods"),
+    models: (LIST, "selftpt models ViT-B"),
+    datasets: (LIST, "selftpt datasets --data data/"),
+    inspect: (LIST, "selftpt inspect prompt.safetensors"),
+    cache: (LIST, "selftpt cache classifiers --prune"),
+    info: (LIST, "selftpt info --json"),
+}
 
 app = typer.Typer(
+    cls=HelpfulGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Class names in, a better CLIP classifier out, at the price of zero-shot.",
-    epilog="learn once (images with labels), adapt to any list of class names, predict: each has its own --help.",
+    help="Class names in, a better CLIP classifier out, at the inference cost of zero-shot. Learn a prompt once from "
+    "labelled images, adapt it to any list of class names, and predict.",
+    epilog="Example:\n\nselftpt classify photos/ --names 'tabby cat, parrot, bicycle'",
 )
-for module in (demo, classify, learn, adapt, predict, models, datasets, methods, bench, table, cache, inspect):
-    app.command(module.__name__.rpartition(".")[2])(module.command)
+for module, (panel, example) in COMMANDS.items():
+    name = module.__name__.rpartition(".")[2]
+    app.command(name, cls=HelpfulCommand, rich_help_panel=panel, epilog=f"Example:\n\n{example}")(module.command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         print(f"selftpt {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
     pass
 
 
 def main() -> None:
-    """Run the command line: an error that the user can fix is one line, with exit code 2."""
-    warnings.showwarning = _note  # type: ignore[assignment]
+    """Run the command line. An error that the user can fix is printed on one line, with exit code 2."""
+    warnings.showwarning = _print_warning  # type: ignore[assignment]
     # torch's threads spin while they wait for each other, which on a busy machine takes many times longer than the work
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # file names need not be text
+        if isinstance(stream, io.TextIOWrapper):  # file names need not be valid UTF-8
             stream.reconfigure(errors="surrogateescape")
+    arguments = sys.argv[1:]
+    if len(arguments) == 2 and arguments[0] == "--show-completion":  # typer itself detects the shell
+        os.environ["_SELFTPT_COMPLETE"] = f"source_{arguments[1]}"
     try:
-        code = app([current_option(argument) for argument in sys.argv[1:]], standalone_mode=False)
+        code = app([current_option(one) for one in arguments], prog_name="selftpt", standalone_mode=False)
         if code == INTERRUPTED:
             code = _fail(
-                "interrupted: nothing half-written is left; learn goes on from what is done, bench with --resume"
+                "interrupted: no incomplete file was left; run `learn` again, or `bench` with --resume, to continue"
             )
         sys.stdout.flush()
     except SelfTPTError as error:
         code = _fail(str(error))
     except TyperException as error:
         text = getattr(error, "format_message", error.__str__)()
-        code = _fail(text) if text else 2  # the help was shown
-    except OSError as error:  # what we write ourselves is a SelfTPTError: this is standard output
+        code = _fail(text) if text else 2  # without a text, typer has printed the help
+    except OSError as error:  # of standard output: errors of other files are SelfTPTErrors
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1 if error.errno == errno.EPIPE else _fail(f"cannot write the answer: {error.strerror or error}")
+        code = 1 if error.errno == errno.EPIPE else _fail(f"cannot write the output: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
@@ -73,14 +117,17 @@ def main() -> None:
 
 
 def current_option(argument: str) -> str:
-    """An argument of the command line, with a renamed option replaced by its current name."""
+    """Replace a renamed option by its current name, with a deprecation warning."""
     option, equals, value = argument.partition("=")
-    for former, name in RENAMED_SETTINGS.items():
+    if option == "--measure":
+        deprecated(f"the option {option}", "--metric")
+        return "--metric" + equals + value
+    for former, current in RENAMED_SETTINGS.items():
         for prefix in ("--", "--no-"):
             if option == prefix + former.replace("_", "-"):
-                current = prefix + name.replace("_", "-")
-                deprecated(f"the option {option}", current)
-                return current + equals + value
+                replacement = prefix + current.replace("_", "-")
+                deprecated(f"the option {option}", replacement)
+                return replacement + equals + value
     return argument
 
 
@@ -89,6 +136,6 @@ def _fail(text: str) -> int:
     return 2
 
 
-def _note(message: Warning | str, category: type[Warning], *_: object) -> None:
+def _print_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
     if issubclass(category, SelfTPTWarning):
-        print(f"note: {message}", file=sys.stderr)
+        note(str(message))

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from selftpt.cli.options import CacheOptions, Changes, Json, ModelOptions, parse_setting, with_settings
+from selftpt.cli.options import (
+    DATA,
+    METHOD,
+    OUTPUT,
+    CacheOptions,
+    Changes,
+    Json,
+    ModelOptions,
+    complete_dataset,
+    complete_method,
+    complete_protocol,
+    note,
+    parse_setting,
+    with_settings,
+)
 from selftpt.config import BenchConfig
 from selftpt.errors import SelfTPTError
 
@@ -17,89 +30,141 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from selftpt.data.decoding import ImageError
-    from selftpt.evaluation.bench import Bench, Run
+    from selftpt.evaluation.bench import Bench, GivenPrompt
+    from selftpt.evaluation.planning import Plan, Run
     from selftpt.evaluation.records import Record
 
-
-PROTOCOL_HELP = "which data is the source and which is the target: base-to-new, cross-dataset or domain"
-KEPT_APART = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
+EMBEDDED_PROMPT = "embedded"
 
 
 @with_settings(options=ModelOptions, caching=CacheOptions, config=BenchConfig)
 def command(
-    protocol: Annotated[str, typer.Argument(help=PROTOCOL_HELP)],
-    out: Annotated[Path, typer.Option(help="a folder for records.jsonl and what was learned")],
+    protocol: Annotated[
+        str,
+        typer.Argument(help="base-to-new, cross-dataset or domain.", autocompletion=complete_protocol),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", help="Folder for records.jsonl and what was learned.", rich_help_panel=OUTPUT),
+    ],
     options: ModelOptions,
     caching: CacheOptions,
     config: BenchConfig,
     data: Annotated[
-        Path | None, typer.Option(help="a folder with the datasets as `selftpt datasets` lists them")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder with the datasets that `selftpt datasets` lists.", rich_help_panel=DATA
+        ),
     ] = None,
-    methods: Annotated[str, typer.Option(help="separated by commas")] = "clip,coop,self-tpt",
     datasets: Annotated[
         str | None,
-        typer.Option(help="names or folders of your own, separated by commas; by default all that are found"),
+        typer.Option(
+            metavar="LIST",
+            help="Names of datasets, or folders of your own, separated by commas. By default all datasets of the "
+            "protocol that are found.",
+            rich_help_panel=DATA,
+            autocompletion=complete_dataset,
+        ),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="separated by commas")] = "1,2,3",
     source: Annotated[
-        str | None, typer.Option(help="another dataset to learn from than ImageNet, in cross-dataset and domain")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The dataset to learn from in cross-dataset and domain. By default imagenet.",
+            rich_help_panel=DATA,
+            autocompletion=complete_dataset,
+        ),
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Methods, separated by commas; `selftpt methods` lists them.",
+            rich_help_panel=METHOD,
+            autocompletion=complete_method,
+        ),
+    ] = "clip,coop,self-tpt",
+    seeds: Annotated[
+        str, typer.Option(metavar="LIST", help="Seeds, separated by commas.", rich_help_panel=METHOD)
+    ] = "1,2,3",
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|embedded",
+            help="A prompt that `selftpt learn` wrote, or the prompt of the embedded model. It is used instead of "
+            "learning one.",
+            rich_help_panel=METHOD,
+        ),
     ] = None,
     set: Changes = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on in a folder that has records, also beside other processes")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue in a folder that has records. Several processes may do so at once.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what would run, and how long it took")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print the runs to do and how long they took before.", rich_help_panel=OUTPUT),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a benchmark of the paper: every method on every dataset with every seed, one record each."""
-    wanted = comma_separated(methods)
-    numbers = parse_seeds(seeds)
+    chosen_methods, chosen_seeds = comma_separated(methods), parse_seeds(seeds)
     changes = dict(parse_setting(text) for text in set or [])
-    from selftpt.evaluation.bench import Bench
-    from selftpt.evaluation.protocols import chosen_protocol
+    from selftpt.evaluation.planning import Plan
     from selftpt.evaluation.runs import Runs
     from selftpt.files import check_writable
 
-    chosen_protocol(protocol)
-    runs = Runs(out)
-    if runs.records and not (resume or dry_run):
-        raise SelfTPTError(f"{out} has {len(runs.records)} records: go on with --resume, or name another folder")
-    check_writable(runs.file)
-    check_methods(wanted, changes)
+    plan = Plan(protocol, data, config, changes, source, given_prompt=prompt is not None)
+    plan.check_methods(chosen_methods)
+    recorded = Runs(out)
+    if recorded.records and not (resume or dry_run):
+        raise SelfTPTError(f"{out} has {len(recorded.records)} records: add --resume, or choose another folder")
+    if not dry_run:
+        check_writable(recorded.file)
+    runs = plan.runs(chosen_methods, find_datasets(plan, datasets), chosen_seeds)
+    given = load_prompt(options, prompt)
+
+    from selftpt.evaluation.bench import Bench
 
     def report(error: ImageError) -> None:
-        print(f"note: left out {error}", file=sys.stderr)
+        note(f"skipped {error}")
 
-    bench = Bench(options.load(), protocol, data, runs, config, changes, report, source, caching.cache())
-    plan = bench.plan(wanted, chosen_datasets(bench, datasets), numbers)
-    done = runs.done()
-    left = [run for run in plan if bench.key(run) not in done]
+    model = options.load(given.prompt.model if given else None, f"the prompt {prompt}")
+    bench = Bench(model, plan, recorded, report, caching.cache(), given)
+    done = recorded.done()
+    left = [run for run in runs if bench.key(run) not in done]
     if dry_run:
-        print_plan(bench, plan, left, as_json)
+        print_plan(bench, left, len(runs) - len(left), as_json)
         return
     added = failed = 0
 
     def report_wait(claimed: Sequence[Run]) -> None:
-        print(f"note: waiting for {len(claimed)} runs that other processes do now", file=sys.stderr)
+        note(f"waiting for {len(claimed)} runs of other processes")
 
     for number, (run, result) in enumerate(bench.do_all(left, report_wait), 1):
         if isinstance(result, SelfTPTError):
             failed += 1
-            print(f"note: {run.method} on {run.dataset} failed: {result}", file=sys.stderr)
+            note(f"{run.method} on {run.dataset} failed: {result}")
         elif result is not None:
             added += 1
             print(json.dumps(result) if as_json else f"{number}/{len(left)}  {summary_line(result)}", flush=True)
     if not as_json:
         others = len(left) - added - failed
-        by_others = f", {others} by other processes" if others else ""
-        there = len(plan) - len(left)
-        print(f"{added} runs added to {runs.file}{by_others}, {there} were there; `selftpt table {out}` shows them")
+        by_others = f", {others} were added by other processes" if others else ""
+        print(
+            f"{added} runs were added to {recorded.file}{by_others}, {len(runs) - len(left)} were already there. "
+            f"Show them with `selftpt table {out}`."
+        )
     if failed:
-        raise SelfTPTError(f"{failed} of {len(left)} runs failed: fix what the notes say, and go on with --resume")
+        raise SelfTPTError(f"{failed} of {len(left)} runs failed: fix what the notes say, then add --resume")
 
 
 def comma_separated(text: str) -> list[str]:
-    """The parts of a text between commas, each once."""
+    """The parts of a text between commas, without duplicates."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
@@ -114,45 +179,34 @@ def parse_seeds(text: str) -> list[int]:
     return numbers
 
 
-def check_methods(methods: list[str], changes: dict[str, Any]) -> None:
-    """Refuse methods and settings that do not exist, and values that no setting takes."""
-    from selftpt.config import change, kind_of
-    from selftpt.methods import METHODS
-    from selftpt.methods.selection import find_method
-
-    if not methods:
-        raise SelfTPTError(f"--methods names none: choose one of {', '.join(METHODS)}")
-    chosen = [find_method(name).config for name in methods]
-    for key in changes:
-        if key in KEPT_APART:
-            raise SelfTPTError(f"{key} is not for --set: use {KEPT_APART[key]}")
-        if not any(kind_of(config, key.split(".")) for config in chosen):
-            raise SelfTPTError(f"none of {', '.join(methods)} has a setting {key!r}")
-    for config in chosen:
-        change(config, {key: value for key, value in changes.items() if kind_of(config, key.split("."))})
-
-
-def chosen_datasets(bench: Bench, names: str | None) -> list[str]:
-    """The datasets asked for, or all of the protocol that are found, with a note on each of the others."""
+def find_datasets(plan: Plan, names: str | None) -> list[str]:
+    """The datasets that the user named, or those of the protocol that are found, with a note on each missing one."""
     if names is not None:
-        chosen = comma_separated(names)
-        for name in chosen:
-            bench.dataset(name)
-        return chosen
+        return comma_separated(names)
     found = []
-    for name in bench.protocol.targets:
+    for name in plan.protocol.targets:
         try:
-            bench.dataset(name)
+            plan.dataset(name)
             found.append(name)
         except SelfTPTError as error:
-            print(f"note: without {name}: {error}", file=sys.stderr)
+            note(f"without {name}: {error}")
     if not found:
-        raise SelfTPTError(f"none of the datasets of {bench.name} is there: see `selftpt datasets --data {bench.data}`")
+        raise SelfTPTError(f"no dataset of {plan.name} is found: see `selftpt datasets --data {plan.data or 'FOLDER'}`")
     return found
 
 
-def print_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) -> None:
-    """Print what would run, and how long it took the last time."""
+def load_prompt(options: ModelOptions, source: str | None) -> GivenPrompt | None:
+    """The prompt that --prompt names."""
+    if source is None:
+        return None
+    from selftpt.evaluation.bench import GivenPrompt
+
+    prompt = options.prompt(None if source == EMBEDDED_PROMPT else Path(source))
+    return GivenPrompt(prompt, source)
+
+
+def print_plan(bench: Bench, left: list[Run], done: int, as_json: bool) -> None:
+    """Print the runs that are left and how long they took before."""
     times = [bench.last_seconds(run) for run in left]
     if as_json:
         for run, seconds in zip(left, times, strict=True):
@@ -163,7 +217,7 @@ def print_plan(bench: Bench, plan: list[Run], left: list[Run], as_json: bool) ->
         print(f"{run.method:12} {run.dataset:16} {'' if run.seed is None else f'seed {run.seed}':7} {last}")
     known = [seconds for seconds in times if seconds is not None]
     total = f"; {sum(known) / 60:.1f} minutes for the {len(known)} that were run before" if known else ""
-    print(f"{len(left)} runs to do, {len(plan) - len(left)} done{total}")
+    print(f"{len(left)} runs to do, {done} done{total}")
 
 
 def summary_line(record: Record) -> str:

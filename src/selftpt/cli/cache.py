@@ -14,9 +14,14 @@ from selftpt.errors import SelfTPTError
 
 def command(
     part: Annotated[
-        str, typer.Argument(help="only lines that contain this: 'classifiers', a model, '63 random crops'")
+        str,
+        typer.Argument(
+            metavar="TEXT", help="Show only entries that contain this text, such as classifiers or the name of a model."
+        ),
     ] = "",
-    prune: Annotated[bool, typer.Option("--prune", help="delete them; what is needed again is computed again")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete the entries shown. They are computed again when needed.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show what is cached (image features, adapted classifiers, learned parameters) and how much disk it takes."""

@@ -1,4 +1,4 @@
-"""`selftpt datasets`: what can be measured on, and what of it is here."""
+"""`selftpt datasets`: the datasets of the paper, and which of them are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selftpt.cli.options import Json
+from selftpt.cli.options import DATA, Json
 from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    data: Annotated[Path | None, typer.Option(help="the folder that the datasets lie in")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The folder with the datasets.", rich_help_panel=DATA)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the datasets of the paper: their published size, what is here, and where to get the rest."""
+    """List the datasets of the paper: their published sizes, what is installed, and where to get the rest."""
     from rich.console import Console
     from rich.table import Table
 
@@ -28,38 +30,38 @@ def command(
 
     if data is not None and not data.is_dir():
         raise SelfTPTError(f"there is no data folder {data}")
-    told = []
+    rows = []
     with Bar("reading", len(DATASETS)) as bar:
         for name, spec in DATASETS.items():
-            told.append(_tell(name, spec, data))
+            rows.append(_describe(name, spec, data))
             bar.step()
     if as_json:
-        print(json.dumps(told))
+        print(json.dumps(rows))
         return
     table = Table("name", "title", box=None, pad_edge=False)
     for part in ("classes", "train", "val", "test"):
         table.add_column(part, justify="right")
     if data is not None:
-        table.add_column("here")
+        table.add_column("found")
     notes = {"here": Table.grid(), "broken": Table.grid(), "missing": Table.grid()}
-    for one in told:
-        found = one["found"]
-        here = [f"{found['train'] or '-'}/{found['test']}" if found else one["state"]] if data is not None else []
-        sizes = ["-" if size is None else str(size) for size in one["published"].values()]
-        table.add_row(one["name"], one["title"], *sizes, *here)
+    for row in rows:
+        found = row["found"]
+        sizes_found = [f"{found['train'] or '-'}/{found['test']}" if found else row["state"]]
+        sizes = ["-" if size is None else str(size) for size in row["published"].values()]
+        table.add_row(row["name"], row["title"], *sizes, *(sizes_found if data is not None else []))
         if found:
             as_published = "as published" if found["published"] else f"{found['classes']} classes, not as published"
             note = f"{found['split']}; {as_published}"
         else:
-            note = one["problem"] or f"{one['page']} in {one['folder']}"
-        notes[one["state"] or "missing"].add_row(f"{one['name']:17}", note)
+            note = row["problem"] or f"{row['page']} in {row['folder']}"
+        notes[row["state"] or "missing"].add_row(f"{row['name']:17}", note)
     console = Console(highlight=False, markup=False)
-    what = "Published classes and images" + (":" if data is None else ", and what is here to train/test:")
-    console.print(what, table, sep="\n")
+    title = "Published numbers of classes and images" + (":" if data is None else ", and images found (train/test):")
+    console.print(title, table, sep="\n")
     heads = {
-        "here": "Here. Figures can be compared with published ones only where split and size are as published:",
+        "here": "Found. Results are comparable with published ones only if split and size are as published:",
         "broken": "Broken:",
-        "missing": f"To get. Put the images in these folders below {data or '--data DIR'}; "
+        "missing": f"Missing. Put the images in these folders below {data or '--data FOLDER'}; "
         f"split files and class names: {COOP}",
     }
     for state, head in heads.items():
@@ -67,21 +69,21 @@ def command(
             console.print(f"\n{head}", notes[state], sep="\n")
 
 
-def _tell(name: str, spec: Spec, data: Path | None) -> dict[str, Any]:
-    """What is known of a dataset and what is found of it: it is here, broken or missing, or None: not looked for."""
+def _describe(name: str, spec: Spec, data: Path | None) -> dict[str, Any]:
+    """The published facts about a dataset and what is found in `data`. The state is None if `data` is."""
     from selftpt.data.datasets import read_dataset
 
     folder = Path(spec.folder, spec.image_folder)
-    told: dict[str, Any] = {"name": name, "title": spec.title, "published": spec.size._asdict()}
-    told |= {"page": spec.page, "folder": folder.as_posix(), "state": None, "found": None, "problem": None}
+    row: dict[str, Any] = {"name": name, "title": spec.title, "published": spec.size._asdict()}
+    row |= {"page": spec.page, "folder": folder.as_posix(), "state": None, "found": None, "problem": None}
     if data is None:
-        return told
+        return row
     try:
         if not (data / folder).is_dir():
-            return {**told, "state": "missing"}
+            return {**row, "state": "missing"}
         dataset = read_dataset(name, data)
     except (SelfTPTError, OSError) as error:
-        return {**told, "state": "broken", "problem": str(error)}
+        return {**row, "state": "broken", "problem": str(error)}
     found = {
         "classes": len(dataset.test.names),
         "train": len(dataset.train.paths) if dataset.train else None,
@@ -89,4 +91,4 @@ def _tell(name: str, spec: Spec, data: Path | None) -> dict[str, Any]:
         "split": dataset.split,
         "published": dataset.published,
     }
-    return {**told, "state": "here", "found": found}
+    return {**row, "state": "here", "found": found}

@@ -1,4 +1,4 @@
-"""`selftpt demo`: all of it on photographs that come with scikit-image."""
+"""`selftpt demo`: zero-shot and Self-TPT on photographs that come with scikit-image."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
+from selftpt.cli.options import OUTPUT
 from selftpt.errors import SelfTPTError
 
-# The files of scikit-image, and what a person would call them; the rest are there to be mistaken for.
+# The files of scikit-image with their class names, and names of further classes.
 SHOWN = {
     "chelsea.png": "cat",
     "coffee.png": "cup of coffee",
@@ -32,9 +33,11 @@ RIGHT, WRONG = "#177245", "#b22222"
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="where the contact sheet is written, as PNG")] = Path("selftpt-demo.png"),
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The contact sheet to write, as PNG.", rich_help_panel=OUTPUT)
+    ] = Path("selftpt-demo.png"),
 ) -> None:
-    """Classify photographs by names alone, zero-shot and with Self-TPT, offline, on one sheet."""
+    """Classify twelve photographs with zero-shot and with Self-TPT, offline, and write a contact sheet."""
     spec = importlib.util.find_spec("skimage")
     if spec is None or spec.origin is None:
         raise SelfTPTError("the demo's photographs come with scikit-image: pip install 'selftpt[demo]'")
@@ -42,51 +45,52 @@ def command(
     from rich.table import Table
 
     from selftpt.adaptation import adapt, zero_shot
+    from selftpt.contact_sheet import Tile, contact_sheet
     from selftpt.data.decoding import open_image
-    from selftpt.files import check_writable, write_whole
+    from selftpt.files import check_writable, write_atomically
     from selftpt.models import load_model
     from selftpt.prompt import Prompt
-    from selftpt.sheet import Tile, contact_sheet
 
     check_writable(out)
     names = [*SHOWN.values(), *OTHERS]
     images = [open_image(Path(spec.origin).parent / "data" / file) for file in SHOWN]
-    begin = time.monotonic()
+    start = time.monotonic()
     model = load_model()
     loaded = time.monotonic()
-    by_sentence = zero_shot(model, names)
-    tuning = time.monotonic()
-    by_prompt = adapt(model, Prompt.embedded(), names)
+    zero_shot_classifier = zero_shot(model, names)
+    adapting = time.monotonic()
+    adapted_classifier = adapt(model, Prompt.embedded(), names)
     adapted = time.monotonic()
-    ways = {
-        "zero-shot": list(by_sentence.predict(images, top=1)),
-        "Self-TPT": list(by_prompt.predict(images, top=1)),
+    predictions = {
+        "zero-shot": zero_shot_classifier.predict(images, top=1),
+        "Self-TPT": adapted_classifier.predict(images, top=1),
     }
     done = time.monotonic()
 
-    print(f"{model.id}: a small model that comes with selftpt. {len(SHOWN)} photographs, {len(names)} names:")
+    print(f"{model.id}: a small model that comes with selftpt. {len(SHOWN)} photographs, {len(names)} class names:")
     print(f"  {', '.join(names)}\n")
-    table, tiles = Table("photograph", *ways, box=None), []
+    table, tiles = Table("photograph", *predictions, box=None), []
     for i, (file, truth) in enumerate(SHOWN.items()):
-        told = {way: (said[i].names[0], said[i].probabilities[0]) for way, said in ways.items()}
-        cells = {way: f"{'✓' if name == truth else '✗'} {name} {share:.0%}" for way, (name, share) in told.items()}
-        table.add_row(f"{file} ({truth})", *cells.values())
-        lines = [
-            (f"{way}: {name} {share:.0%}", RIGHT if name == truth else WRONG) for way, (name, share) in told.items()
-        ]
+        best = {method: (some[i].names[0], some[i].probabilities[0]) for method, some in predictions.items()}
+        cells = [f"{'✓' if name == truth else '✗'} {name} {p:.0%}" for name, p in best.values()]
+        table.add_row(f"{file} ({truth})", *cells)
+        lines = [(f"{method}: {name} {p:.0%}", RIGHT if name == truth else WRONG) for method, (name, p) in best.items()]
         tiles.append(Tile(images[i], [(truth, "black"), *lines]))
     Console(highlight=False).print(table)
-    right = {way: sum(p.names[0] == t for p, t in zip(said, SHOWN.values(), strict=True)) for way, said in ways.items()}
-    score = ", ".join(f"{count} right by {way}" for way, count in right.items())
-    print(f"\nOf {len(SHOWN)} photographs {score}. That is a show, not a measurement; the model is small.")
+    correct = {
+        method: sum(p.names[0] == truth for p, truth in zip(some, SHOWN.values(), strict=True))
+        for method, some in predictions.items()
+    }
+    score = ", ".join(f"{method} {count} correct" for method, count in correct.items())
+    print(f"\nOf {len(SHOWN)} photographs: {score}. This is a demonstration, not a measurement.")
     print(
-        f"{loaded - begin:.1f} s to load, {adapted - tuning:.1f} s to adapt to the names, "
-        f"{(done - adapted) / len(SHOWN) / 2:.2f} s a image."
+        f"{loaded - start:.1f} s to load the model, {adapted - adapting:.1f} s to adapt to the names, "
+        f"{(done - adapted) / len(SHOWN) / 2:.2f} s per image."
     )
     png = io.BytesIO()
     contact_sheet(f"selftpt demo, {len(SHOWN)} photographs: {score}", tiles).save(png, "PNG")
-    write_whole(out, png.getvalue())
-    print(f"\nThe contact sheet: {out}\n\nNext, with your own images:")
+    write_atomically(out, png.getvalue())
+    print(f"\nContact sheet: {out}\n\nNext, with your own images:")
     print("  selftpt classify photos/ --names 'tabby cat, golden retriever, parrot'")
-    print("  selftpt learn photos/ --out mine.safetensors        (a folder of images for each class)")
-    print("  selftpt models                                      (CLIP and others, when you are online)")
+    print("  selftpt learn photos/ --out mine.safetensors        (one folder of images per class)")
+    print("  selftpt models                                      (CLIP and other models, online)")

@@ -17,9 +17,9 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Show what is in a file: a prompt, a classifier, a fitted method."""
-    from selftpt.files import read_file
+    from selftpt.files import verify_file
 
-    header, _ = read_file(file)
+    header = verify_file(file)
     verified = header["format"] > 1
     header["tensors"] = {name: entry["shape"] for name, entry in header["tensors"].items()}
     if as_json:

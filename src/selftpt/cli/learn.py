@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import CacheOptions, Json, ModelOptions, with_settings
+from selftpt.cli.options import OUTPUT, CacheOptions, Json, ModelOptions, with_settings
 from selftpt.config import LearnConfig
 
 
@@ -16,15 +16,19 @@ from selftpt.config import LearnConfig
 def command(
     source: Annotated[
         Path,
-        typer.Argument(help="a folder with one folder of images per class, or a CSV file of paths and class names"),
+        typer.Argument(
+            metavar="SOURCE",
+            help="Labelled images: a folder with one folder of images per class, or a CSV file with paths and class "
+            "names.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="where the prompt is written")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The prompt file to write.", rich_help_panel=OUTPUT)],
     options: ModelOptions,
     caching: CacheOptions,
     config: LearnConfig,
     as_json: Json = False,
 ) -> None:
-    """Learn a prompt from labelled images (stage 1). An interrupted run resumes when it is started again."""
+    """Learn a prompt from labelled images (stage 1). The same command resumes an interrupted run."""
     from selftpt.data.sources import Source
     from selftpt.files import check_writable
     from selftpt.learning import learn
@@ -32,7 +36,7 @@ def command(
     check_writable(out)
     images = Source.read(source)
     prompt = learn(options.load(), images, config, out=out, cache=caching.cache())
-    facts = {
+    summary = {
         "prompt": str(out),
         "log": f"{out}.log.jsonl",
         "model": str(prompt.model),
@@ -40,9 +44,9 @@ def command(
         "images": prompt.origin["images"],
     }
     if prompt.model.random_init:
-        facts["random_init"] = True
+        summary["random_init"] = True
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
+        print(json.dumps(summary, ensure_ascii=False))
     else:
-        what = f"{facts['images']} images of {facts['classes']} classes, for {facts['model']}"
-        print(f"learned {out} from {what}; log: {facts['log']}")
+        learned_from = f"{summary['images']} images of {summary['classes']} classes, for {summary['model']}"
+        print(f"learned {out} from {learned_from}; log: {summary['log']}")

@@ -1,47 +1,85 @@
-"""`selftpt methods`: what can be compared."""
+"""`selftpt methods`: the methods, and the settings of one of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
 
 from selftpt.cli.options import Json
 
+KEYS = ("summary", "reference", "needs", "trains_on", "inputs", "requires", "needs_labels", "transductive")
 
-def command(as_json: Json = False) -> None:
-    """List the methods that `bench --methods` and `predict --method` take."""
+
+def command(
+    method: Annotated[str | None, typer.Argument(help="show the settings of this method")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the methods that `bench --methods` and `predict --method` take, or the settings of one method."""
     from selftpt.methods import METHODS
 
-    if as_json:
-        keys = ("name", "summary", "reference", "needs", "trains_on", "inputs", "requires")
-        flags = ("needs_labels", "transductive", "stochastic")
-        rows = [
-            {key: getattr(m, key) for key in (*keys, *flags)} | {"cost": m.cost(m.config)} | _settings(m.config)
-            for m in METHODS.values()
-        ]
-        print(json.dumps(rows))
+    if method is not None:
+        _show_settings(method, as_json)
         return
+    if as_json:
+        print(json.dumps([_row(name) for name in METHODS]))
+        return
+    columns = {
+        "method": "name",
+        "what it does": "summary",
+        "needs": "needs",
+        "trains on": "trains_on",
+        "cost per image": "cost",
+        "reference": "reference",
+    }
+    rows = ([_row(name)[key] for key in columns.values()] for name in METHODS)
+    _print_table(list(columns), rows)
+
+
+def _row(name: str) -> dict[str, Any]:
+    from selftpt.methods import METHODS
+
+    info = METHODS.info[name]
+    return {"name": name} | {key: getattr(info, key) for key in (*KEYS, "stochastic", "cost")}
+
+
+def _show_settings(name: str, as_json: bool) -> None:
+    from selftpt.methods.selection import find_method
+
+    settings = list(_settings(find_method(name).config))
+    if as_json:
+        values = {setting: value for setting, value, _ in settings}
+        print(json.dumps(_row(name) | {"settings": values, "help": {setting: text for setting, _, text in settings}}))
+        return
+    shown = ((setting, "none" if value is None else _text(value), text or "") for setting, value, text in settings)
+    _print_table(["setting", "default", "what it is"], shown)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
+    """The settings of a method by the names that --set takes, with their defaults and help texts."""
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{name}.")
+        else:
+            yield name, value, field.metadata.get("help")
+
+
+def _print_table(columns: list[str], rows: Iterable[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("method", "what it does", "needs", "trains on", "cost per image", "reference"):
-        table.add_column(column, overflow="fold", no_wrap=column == "method")
-    for m in METHODS.values():
-        table.add_row(m.name, m.summary, m.needs, m.trains_on, m.cost(m.config), m.reference)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column == columns[0])
+    for row in rows:
+        table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 1000, highlight=False, markup=False, emoji=False).print(table)
-
-
-def _settings(settings: Any, before: str = "") -> dict[str, dict[str, Any]]:
-    """The settings of a method and what each is, by the names that --set takes."""
-    told: dict[str, dict[str, Any]] = {"settings": {}, "help": {}}
-    for field in dataclasses.fields(settings):
-        name, value = before + field.name, getattr(settings, field.name)
-        inner = {"settings": {name: value}, "help": {name: field.metadata.get("help")}}
-        if dataclasses.is_dataclass(value):
-            inner = _settings(value, f"{name}.")
-        for part, more in inner.items():
-            told[part] |= more
-    return told

@@ -1,4 +1,4 @@
-"""`selftpt models`: what can be named."""
+"""`selftpt models`: the models that --model takes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,36 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import Json
+from selftpt.cli.options import Json, complete_model
 from selftpt.errors import SelfTPTError
 
 
 def command(
-    part: Annotated[str, typer.Argument(help="only names with this in them")] = "",
+    part: Annotated[
+        str,
+        typer.Argument(
+            metavar="PART",
+            help="List only models with this in their name.",
+            show_default=False,
+            autocompletion=complete_model,
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """List the models that --model takes, with the weights that --pretrained takes."""
+    """List the models that --model takes, each with the weights that --pretrained takes."""
     from selftpt.models import EMBEDDED, list_models
 
     found = {name: tags for name, tags in list_models().items() if part.lower() in name.lower()}
     if not found:
-        raise SelfTPTError(f"no model has {part!r} in its name")
+        raise SelfTPTError(f"no model has {part!r} in its name: `selftpt models` lists all")
     if as_json:
         print(json.dumps(found))
         return
     width = max(map(len, found))
     for name, tags in found.items():
-        comes = (
-            "comes with selftpt: the default" if name == EMBEDDED else "no published weights: give a checkpoint file"
+        without = (
+            "the embedded model, which is the default"
+            if name == EMBEDDED
+            else "no published weights: give a checkpoint file"
         )
-        print(f"{name:{width}}  {', '.join(tags) or f'({comes})'}")
+        print(f"{name:{width}}  {', '.join(tags) or f'({without})'}")

@@ -1,39 +1,118 @@
-"""Options that several commands share, and settings as options."""
+"""Options that several commands share, configuration classes as options, and the layout of `--help`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from selftpt.config import CacheMode, Config, Precision, none_for_zero, setting
 from selftpt.errors import SelfTPTError
-from selftpt.names import check_names
+from selftpt.names import check_names, parse_names
 
 if TYPE_CHECKING:
     from selftpt.data.cache import Cache
     from selftpt.models import Model, ModelId
     from selftpt.prompt import Prompt
 
+DATA, METHOD, MODEL, OUTPUT, CACHE, OTHER = "Data", "Method", "Model", "Output", "Cache", "Other"
+PANELS = {  # of configuration classes
+    "ModelOptions": MODEL,
+    "LearnConfig": "Learning (stage 1)",
+    "ContrastConfig": "Contrastive prompt tuning",
+    "AdaptConfig": "Adaptation (stage 2)",
+    "PredictConfig": "Prediction (stage 3)",
+    "BenchConfig": DATA,
+    "CacheOptions": CACHE,
+}
+PANEL_ORDER = (
+    *(DATA, METHOD, MODEL, "Learning (stage 1)", "Contrastive prompt tuning", "Adaptation (stage 2)"),
+    *("Prediction (stage 3)", OUTPUT, CACHE, OTHER),
+)
+OPTION_PANELS = {  # of options that name no panel
+    **dict.fromkeys(("source", "data", "datasets", "protocol", "names", "names_file"), DATA),
+    **dict.fromkeys(("methods", "method", "set", "seeds", "compare"), METHOD),
+    **dict.fromkeys(("out", "format", "as_json", "metric", "paper", "resume", "dry_run"), OUTPUT),
+}
+METAVARS = {  # of fields of configuration classes
+    "model": "NAME|FOLDER",
+    "pretrained": "NAME|FILE",
+    "device": "DEVICE",
+    "template": "TEMPLATE",
+    "cache_gb": "GB|none",
+}
+TYPE_METAVARS = {"int": "INT", "float": "FLOAT", "str": "TEXT", "path": "PATH", "list[str]": "TEXT"}
+
+
+class HelpfulCommand(TyperCommand):
+    """A command whose `--help` groups the options in panels, in one order for all commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters sorted by panel, in the order of their declaration within a panel."""
+        params = super().get_params(ctx)
+        for param in params:
+            _tidy(param, ctx)
+            if isinstance(param, TyperOption):
+                param.rich_help_panel = param.rich_help_panel or OPTION_PANELS.get(str(param.name), OTHER)
+        return sorted(params, key=_panel_rank)
+
+
+class HelpfulGroup(TyperGroup):
+    """The group of all commands, with the same `--help`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        for param in params:
+            _tidy(param, ctx)
+        return params
+
+
+def _tidy(param: Any, ctx: Any) -> None:
+    """Give a parameter a metavar instead of a Python type, and a help text that is a sentence."""
+    param.help = f"{param.help[:1].upper()}{param.help[1:].rstrip('.')}." if param.help else None
+    if param.metavar is not None:
+        pass
+    elif not isinstance(param, TyperOption):
+        param.metavar = str(param.name).upper()
+    elif param.is_flag:
+        param.metavar = ""
+    else:
+        kind = param.display_type(ctx).strip("<>")
+        param.metavar = TYPE_METAVARS.get(kind, kind)
+    if not isinstance(param, TyperOption):
+        param.display_type_rich = lambda ctx: None  # noqa: ARG005  # the name of an argument says what it is
+
+
+def _panel_rank(param: Any) -> int:
+    if not isinstance(param, TyperOption):
+        return -1
+    return PANEL_ORDER.index(param.rich_help_panel) if param.rich_help_panel in PANEL_ORDER else len(PANEL_ORDER)
+
 
 @dataclass(frozen=True)
 class ModelOptions(Config):
-    """Which model, where and how."""
+    """Which model is used, where, and in which precision."""
 
     model: str | None = setting(
-        None, "a model of open_clip (`selftpt models`), hf-hub:ORG/REPO or a folder; else the published one of the file"
+        None,
+        "A model of open_clip (see `selftpt models`), hf-hub:ORG/REPO, or a folder. By default the model that the file "
+        "was made with, or the embedded model.",
     )
-    pretrained: str | None = setting(None, "its weights: a name, a checkpoint file, or random (answers mean nothing)")
-    device: str | None = setting(None, "cpu, cuda or mps; the best there is by default")
-    precision: Precision = setting("fp32", "of the image tower")
+    pretrained: str | None = setting(
+        None, "Its weights: a published name, a checkpoint file, or random (predictions are then meaningless)."
+    )
+    device: str | None = setting(None, "The device: cpu, cuda or mps. By default the best one available.")
+    precision: Precision = setting("fp32", "Precision of the image tower.")
 
     def load(self, made_with: ModelId | None = None, what: str = "the file") -> Model:
         """Load the model that the options name, else the one that a file was made with, else the embedded one.
@@ -52,20 +131,21 @@ class ModelOptions(Config):
                 raise SelfTPTError(f"--pretrained needs --model: {what} was made with {name!r}")
             model = load_model(name, self.pretrained, device=self.device, precision=self.precision)
         if model.id.random_init:
-            print("note: random weights: the answers mean nothing", file=sys.stderr)
+            note("the weights are random: the predictions are meaningless")
         return model
 
     def prompt(self, file: Path | None) -> Prompt:
         """The prompt of a file, or else the one that comes with the embedded model."""
+        from selftpt.hub import resolve
         from selftpt.models import EMBEDDED
         from selftpt.prompt import Prompt
 
         if file is not None:
-            return Prompt.load(file)
+            return Prompt.load(resolve(file, "prompt"))
         if self.model not in (None, EMBEDDED):
             raise SelfTPTError(
-                f"no prompt comes with the model {self.model!r}: give --prompt FILE, which `selftpt learn` makes; "
-                "`classify --zero-shot` does without"
+                f"no prompt comes with the model {self.model!r}: give --prompt FILE, which `selftpt learn` writes, or "
+                "use `classify --zero-shot`, which needs none"
             )
         return Prompt.embedded()
 
@@ -74,14 +154,19 @@ class ModelOptions(Config):
 class CacheOptions(Config):
     """The cache on disk."""
 
-    cache_mode: CacheMode = setting("on", "whether results are cached: on, off or read-only")
-    cache_gb: float | None = setting(20.0, "size limit in GB; the least recently used results are deleted", above=0)
+    cache_mode: CacheMode = setting("on", "Whether results are cached on disk.")
+    cache_gb: float | None = setting(20.0, "Size limit. The least recently used results are deleted.", above=0)
 
     def cache(self) -> Cache:
         """The cache."""
         from selftpt.data.cache import Cache
 
         return Cache(self.cache_mode, self.cache_gb)
+
+
+def note(text: str) -> None:
+    """Print a note for the user on standard error."""
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _number_or_none(number: type[int] | type[float], name: str, value: str | float) -> float | None:
@@ -94,7 +179,11 @@ def _number_or_none(number: type[int] | type[float], name: str, value: str | flo
 
 
 def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of settings dataclasses as options, and the settings themselves as arguments."""
+    """Give a command the fields of configuration classes as options.
+
+    Args:
+        groups: Configuration classes by the names of the command's arguments, which get the configurations.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -114,22 +203,24 @@ def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callab
 
 
 def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
-    """The fields of a configuration class as options, also those of a nested one; a tuple is written with commas."""
+    """The fields of a configuration class as options, and those of nested classes. A tuple is written with commas."""
     hints = get_type_hints(group)
-    panel = (group.__doc__ or "").partition(".")[0]
+    panel = PANELS.get(group.__name__)
     for field in dataclasses.fields(group):
         kind, default = hints[field.name], field.default
         if dataclasses.is_dataclass(kind):
             yield from _parameters(hints[field.name])
             continue
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"metavar": METAVARS.get(field.name)}
         if number := {int, float} & {*get_args(kind)}:
             (number_type,) = number
             read = functools.partial(_number_or_none, number_type, f"--{field.name.replace('_', '-')}")
-            more = {"parser": read, "metavar": f"<{number_type.__name__}|none>"}
+            more = {"parser": read, "metavar": METAVARS.get(field.name, f"{TYPE_METAVARS[number_type.__name__]}|none")}
             default = "none" if default is None else default
         elif get_origin(kind) is tuple:
-            kind, default = str, ",".join(cast("tuple[str, ...]", default))
+            kind, default, more = str, ",".join(cast("tuple[str, ...]", default)), {"metavar": "LIST"}
+        if field.name == "model":
+            more["autocompletion"] = complete_model
         option = typer.Option(help=field.metadata["help"], rich_help_panel=panel, **more)
         yield inspect.Parameter(
             field.name,
@@ -140,7 +231,7 @@ def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
 
 
 def _settings(group: type[Any], given: dict[str, Any]) -> Any:
-    """Settings from what the options gave."""
+    """A configuration from the values of the options."""
     hints = get_type_hints(group)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(group):
@@ -149,52 +240,134 @@ def _settings(group: type[Any], given: dict[str, Any]) -> Any:
             values[field.name] = _settings(hints[field.name], given)
         elif get_origin(kind) is tuple:
             values[field.name] = tuple(part.strip() for part in given[field.name].split(",") if part.strip())
+        elif kind == str | None and given[field.name] == "none":
+            values[field.name] = None
         else:
             values[field.name] = given[field.name]
     return group(**values)
 
 
-Names = Annotated[str | None, typer.Option("--names", help="class names, with commas between them")]
+# Shell completion must not import torch, so these repeat DATASETS and PROTOCOLS; a test compares them.
+DATASET_NAMES = (
+    *("imagenet", "caltech101", "oxford_pets", "stanford_cars", "oxford_flowers", "food101", "fgvc_aircraft"),
+    *("sun397", "dtd", "eurosat", "ucf101", "imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r"),
+)
+PROTOCOL_NAMES = ("base-to-new", "cross-dataset", "domain")
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of models that start with what was typed, from the file names of open_clip's configurations."""
+    names = ["selftpt-tiny"]
+    spec = importlib.util.find_spec("open_clip")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        names += sorted(path.stem for path in Path(place, "model_configs").glob("*.json"))
+    return [name for name in names if name.lower().startswith(incomplete.lower())]
+
+
+def complete_method(incomplete: str) -> list[str]:
+    """Names of methods that start with what was typed; also the last of a list with commas."""
+    from selftpt.methods import METHODS
+
+    return _complete_last(incomplete, METHODS)
+
+
+def complete_dataset(incomplete: str) -> list[str]:
+    """Names of datasets that start with what was typed; also the last of a list with commas."""
+    return _complete_last(incomplete, DATASET_NAMES)
+
+
+def complete_protocol(incomplete: str) -> list[str]:
+    """Names of protocols that start with what was typed."""
+    return _complete_last(incomplete, PROTOCOL_NAMES)
+
+
+def _complete_last(incomplete: str, names: Any) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+Names = Annotated[
+    str | None,
+    typer.Option("--names", metavar="NAMES", help="Class names, separated by commas.", rich_help_panel=DATA),
+]
 NamesFile = Annotated[
-    Path | None, typer.Option("--names-file", help="a file with a class name a line, or a JSON list of them")
+    Path | None,
+    typer.Option(
+        "--names-file",
+        metavar="FILE",
+        help="A file with one class name per line, or a JSON list. Lines `name: description` describe the class, for "
+        "methods that use descriptions.",
+        rich_help_panel=DATA,
+    ),
 ]
 Images = Annotated[
-    list[str], typer.Argument(help="images, folders, patterns such as 'photos/*.jpg'; - reads paths, one a line")
+    list[str],
+    typer.Argument(
+        metavar="IMAGES",
+        help="Image files, folders, or quoted patterns such as 'photos/*.jpg'. With - paths are read from standard "
+        "input, one per line.",
+    ),
 ]
 PromptFile = Annotated[
-    Path | None, typer.Option("--prompt", help="a prompt that `selftpt learn` made; the embedded model has one")
+    Path | None,
+    typer.Option(
+        "--prompt",
+        metavar="FILE",
+        help="A prompt that `selftpt learn` wrote, or hub:USER/REPO. By default the prompt of the embedded model.",
+        rich_help_panel=MODEL,
+    ),
 ]
-Changes = Annotated[list[str] | None, typer.Option("--set", help="a setting of a method: learn.lr=0.02")]
-Json = Annotated[bool, typer.Option("--json", help="for programs: JSON")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting of a method, such as learn.lr=0.02; may be repeated.",
+        rich_help_panel=METHOD,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
 
 
-def read_names(names: str | None, file: Path | None) -> list[str]:
-    """Class names from one of the two options."""
+class Classes(NamedTuple):
+    """Class names in their order, and descriptions of some of them."""
+
+    names: list[str]
+    descriptions: dict[str, list[str]]
+
+    def note_unused(self, method: str) -> None:
+        """Tell the user that a method does not use the descriptions, if there are any."""
+        if self.descriptions:
+            note(f"{method} does not use the descriptions of the names file; `predict --method visdesc` does")
+
+
+def read_classes(names: str | None, file: Path | None) -> Classes:
+    """Class names from --names or --names-file, with the descriptions that the file has."""
     if (names is None) == (file is None):
         raise SelfTPTError("give the class names either with --names 'cat, dog' or with --names-file FILE")
     if names is not None:
-        return [name.strip() for name in names.split(",") if name.strip()]
+        return Classes([name.strip() for name in names.split(",") if name.strip()], {})
     assert file is not None
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SelfTPTError(f"cannot read class names from {file}: {error}") from error
     if not text.lstrip().startswith("["):
-        return [line.strip() for line in text.splitlines() if line.strip()]
+        return Classes(*parse_names(text))
     try:
         listed = json.loads(text)
     except ValueError as error:
-        raise SelfTPTError(f"{file} looks like JSON and is not: {error}") from error
+        raise SelfTPTError(f"{file} starts like a JSON list but is not valid JSON: {error}") from error
     try:
-        return list(check_names(listed))
+        return Classes(list(check_names(listed)), {})
     except SelfTPTError as error:
         raise SelfTPTError(f"{file} must be a JSON list of strings: {error}") from error
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """A setting and its value, which is `none`, JSON or else a text."""
-    key, given, value = text.partition("=")
-    if not given:
+    """The name and the value of a setting; a value is `none`, JSON, or else a string."""
+    key, equals, value = text.partition("=")
+    if not equals:
         raise SelfTPTError(f"--set takes a setting with its value, such as learn.lr=0.02, not {text!r}")
     try:
         return key.strip(), None if value.strip() == "none" else json.loads(value)

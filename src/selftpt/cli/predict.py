@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from selftpt.cli.options import (
+    DATA,
+    METHOD,
+    MODEL,
+    OUTPUT,
     CacheOptions,
     Changes,
     Images,
@@ -20,15 +24,17 @@ from selftpt.cli.options import (
     ModelOptions,
     Names,
     NamesFile,
+    complete_method,
+    note,
     parse_setting,
-    read_names,
+    read_classes,
     with_settings,
 )
-from selftpt.config import ContrastConfig, PredictConfig
+from selftpt.config import ContrastConfig, PredictConfig, check_template
 from selftpt.errors import SelfTPTError
 
 if TYPE_CHECKING:
-    from selftpt.classifier import Classifier, Prediction
+    from selftpt.classifier import Prediction
     from selftpt.data.decoding import ImageError
 
     Report = Callable[[ImageError], None]
@@ -40,7 +46,7 @@ class Format(StrEnum):
     csv = "csv"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="how predictions are printed")]
+FormatOption = Annotated[Format, typer.Option("--format", help="How predictions are printed.", rich_help_panel=OUTPUT)]
 
 
 @with_settings(options=ModelOptions, caching=CacheOptions, config=PredictConfig)
@@ -49,76 +55,122 @@ def command(
     options: ModelOptions,
     caching: CacheOptions,
     config: PredictConfig,
-    classifier: Annotated[Path | None, typer.Option(help="a classifier that `selftpt adapt` made")] = None,
+    classifier: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A classifier that `selftpt adapt` wrote, or hub:USER/REPO.", rich_help_panel=MODEL
+        ),
+    ] = None,
     method: Annotated[
-        str | None, typer.Option(help="or a method that makes its own, of `selftpt methods`, with --names")
+        str | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Use a method of `selftpt methods` instead of a classifier; it needs class names.",
+            autocompletion=complete_method,
+            rich_help_panel=METHOD,
+        ),
     ] = None,
     names: Names = None,
     names_file: NamesFile = None,
     template: Annotated[
-        str, typer.Option(help="with --method: the sentence of methods that take one")
+        str,
+        typer.Option(
+            metavar="TEMPLATE",
+            help="With --method: the template, with {} for the class name.",
+            rich_help_panel=METHOD,
+        ),
     ] = ContrastConfig.template,
     source: Annotated[
         Path | None,
-        typer.Option(help="with a --method that learns: labelled images, as for `selftpt learn`"),
+        typer.Option(
+            metavar="SOURCE",
+            help="With a --method that learns: labelled images, as for `selftpt learn`.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     set: Changes = None,
     format: FormatOption = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Classify images (stage 3), with a classifier of stage 2 or by another method."""
-    form = one_format(format, as_json)
+    """Classify images with a classifier that `selftpt adapt` wrote (stage 3), or with any other method."""
+    chosen = chosen_format(format, as_json)
     if (classifier is None) == (method is None):
-        raise SelfTPTError("give either --classifier FILE, which `selftpt adapt` makes, or --method with --names")
+        raise SelfTPTError("give either --classifier FILE, which `selftpt adapt` writes, or --method with --names")
     if classifier is not None:
         if names or names_file or source or set or template != ContrastConfig.template:
-            raise SelfTPTError("--names, --template, --source and --set are for --method: a classifier has its names")
+            raise SelfTPTError(
+                "--names, --names-file, --template, --source and --set need --method: a classifier has its class names"
+            )
         if caching != CacheOptions():
-            raise SelfTPTError("--cache-mode and --cache-gb are for --method: a classifier caches nothing")
-        paths = listed(images)
-        from selftpt.classifier import Classifier
-
-        made = Classifier.load(classifier)
-        model = options.load(made.model_id, f"the classifier {classifier}")
-        show_classified(made.with_model(model, f"the classifier {classifier}"), paths, config, form)
+            raise SelfTPTError("--cache-mode and --cache-gb need --method: a classifier caches nothing")
+        _predict_with_classifier(classifier, images, options, config, chosen)
         return
     if config != PredictConfig(top=config.top):
         raise SelfTPTError(
-            "--views, --confidence-ratio, --seed, --batch and --max-megapixels are for --classifier: a method has --set"
+            "--views, --confidence-ratio, --seed, --batch and --max-megapixels need --classifier: change the settings "
+            "of a method with --set"
         )
-    wanted = read_names(names, names_file)
-    paths = list(listed(images))
+    check_template(template)
+    classes = read_classes(names, names_file)
+    paths = list(find_inputs(images))
+    changes = dict(parse_setting(text) for text in set or [])
     from selftpt.data.sources import Source
     from selftpt.methods import FitContext
     from selftpt.methods.selection import configure, find_method
 
-    chosen = find_method(method or "")
-    settings = configure(chosen, dict(parse_setting(text) for text in set or []))
-    if chosen.needs_labels and source is None:
+    found = find_method(method or "")
+    if hasattr(found.config, "descriptors"):
+        if classes.descriptions:
+            changes.setdefault("descriptors", str(names_file))
+    else:
+        classes.note_unused(found.name)
+    settings = configure(found, changes)
+    if found.needs_labels and source is None:
         raise SelfTPTError(f"{method} learns from labelled images: give --source FOLDER, with one folder per class")
-    if source is not None and not chosen.needs_labels:
-        raise SelfTPTError(f"{method} learns from no images: leave --source out")
+    if source is not None and not found.needs_labels:
+        raise SelfTPTError(f"{method} does not learn from images: remove --source")
     cache, train_set = caching.cache(), None if source is None else Source.read(source)
     model = options.load()
-    fitted = chosen.fit(FitContext(model, train_set, cache=cache), settings)
-    predictor = fitted.for_classes(wanted, template)
-    show(
-        lambda report: predictor.predict(paths, config.top, cache=cache, on_error=report),
+    predictor = found.fit(FitContext(model, train_set, cache=cache), settings).for_classes(classes.names, template)
+    print_predictions(
+        lambda report: predictor.iter_predict(paths, config.top, cache=cache, on_error=report),
         paths,
-        form,
+        chosen,
         model.id.random_init,
     )
 
 
-def one_format(format: Format, as_json: bool) -> Format:
-    """The format asked for: --json is short for --format jsonl."""
+def _predict_with_classifier(
+    file: Path, images: list[str], options: ModelOptions, config: PredictConfig, format: Format
+) -> None:
+    paths = find_inputs(images)
+    from selftpt.classifier import Classifier
+    from selftpt.hub import resolve
+
+    what = f"the classifier {file}"
+    loaded = Classifier.load(resolve(file, "classifier"))
+    classifier = loaded.with_model(options.load(loaded.model_id, what), what)
+    print_predictions(
+        lambda report: classifier.iter_predict(paths, config=config, on_error=report),
+        paths,
+        format,
+        classifier.model_id.random_init,
+    )
+
+
+def chosen_format(format: Format, as_json: bool) -> Format:
+    """The output format; --json is short for --format jsonl."""
     if as_json and format is Format.csv:
-        raise SelfTPTError("--json and --format csv are two formats: leave one out")
+        raise SelfTPTError("--json and --format csv contradict each other: give one of them")
     return Format.jsonl if as_json else format
 
 
-def listed(images: list[str]) -> Iterable[Path]:
-    """The images asked for; what is missing is refused now, except in a list on standard input."""
+def find_inputs(images: list[str]) -> Iterable[Path]:
+    """The images that the arguments name.
+
+    Raises:
+        SelfTPTError: One of them does not exist. Paths on standard input are checked when they are used.
+    """
     from selftpt.data.sources import find_images
 
     if "-" in images:
@@ -126,36 +178,37 @@ def listed(images: list[str]) -> Iterable[Path]:
     return list(find_images(images))
 
 
-def show_classified(classifier: Classifier, paths: Iterable[Path], config: PredictConfig, format: Format) -> None:
-    """Print what a classifier says of images."""
-
-    def predictions(report: Report) -> Iterator[Prediction]:
-        return classifier.predict(paths, config=config, on_error=report)
-
-    show(predictions, paths, format, classifier.model_id.random_init)
-
-
-def show(
+def print_predictions(
     predict: Callable[[Report], Iterator[Prediction]], paths: Iterable[Path], format: Format, random_init: bool
 ) -> None:
-    """Print predictions as they come; exit code 2 if no image could be used."""
+    """Print predictions as they are made.
+
+    Args:
+        predict: Makes the predictions; it is given a function that reports images that cannot be used.
+        paths: The images; a list if their number is known.
+        format: The output format.
+        random_init: Whether the model has random weights, which the output then says.
+
+    Raises:
+        SelfTPTError: No image could be used.
+    """
     failed: list[ImageError] = []
-    alone = isinstance(paths, list) and len(paths) == 1
+    is_single = isinstance(paths, list) and len(paths) == 1
 
     def report(error: ImageError) -> None:
         failed.append(error)
-        if not alone:
-            print(f"note: left out {error}", file=sys.stderr)
+        if not is_single:
+            note(f"left out {error}")
 
     predictions = predict(report)
-    if format is Format.table or not sys.stdout.isatty():  # else the lines themselves show that it goes on
+    if format is Format.table or not sys.stdout.isatty():  # else the printed lines show the progress
         predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
     done = PRINTERS[format](predictions, random_init)
     if not done:
-        none = f"none of the {len(failed)} images could be used" if failed else "no image was named"
-        raise SelfTPTError(str(failed[0]) if alone else none)
+        none = f"none of the {len(failed)} images could be used" if failed else "no image was given"
+        raise SelfTPTError(str(failed[0]) if is_single else none)
     if failed:
-        print(f"note: {len(failed)} of {len(failed) + done} images were left out", file=sys.stderr)
+        note(f"{len(failed)} of {len(failed) + done} images were left out")
 
 
 def _with_bar(predictions: Iterable[Prediction], total: int | None) -> Iterator[Prediction]:
@@ -171,13 +224,13 @@ def _print_table(predictions: Iterable[Prediction], random_init: bool) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="random weights: these answers mean nothing" if random_init else None, box=None)
+    table = Table(title="random weights: the predictions are meaningless" if random_init else None, box=None)
     for column in ("image", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
     count = 0
     for p in predictions:
         if not count and len(p.names) > 1:
-            table.add_column("then, if 1% or more", overflow="fold")
+            table.add_column("other classes (1% or more)", overflow="fold")
         count += 1
         rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True) if q >= 0.01)
         table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", *([rest] if len(p.names) > 1 else []))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-PROTOCOL_HELP = "only this protocol: base-to-new, cross-dataset or domain; all that have runs by default"
+from selftpt.cli.options import DATA, METHOD, OUTPUT, complete_method, complete_protocol
 
 
 class Format(StrEnum):
@@ -25,34 +27,62 @@ class Paper(StrEnum):
 
 
 def command(
-    runs: Annotated[Path, typer.Argument(help="the folder in which runs were recorded")],
-    protocol: Annotated[str | None, typer.Option(help=PROTOCOL_HELP)] = None,
-    measure: Annotated[
+    runs: Annotated[Path, typer.Argument(help="The folder that `selftpt bench` wrote.")],
+    protocol: Annotated[
         str | None,
-        typer.Option(help="new, base, harmonic, base-top5, base-ece (base-to-new), test (others), top5, ece (all)"),
+        typer.Option(
+            metavar="NAME",
+            help="Show only base-to-new, cross-dataset or domain. By default every protocol that has runs.",
+            rich_help_panel=DATA,
+            autocompletion=complete_protocol,
+        ),
     ] = None,
-    paper: Annotated[Paper, typer.Option(help="rows of the paper: of the same methods, all, or none")] = Paper.same,
-    compare: Annotated[str | None, typer.Option(help="only these methods, separated by commas")] = None,
-    format: Annotated[Format, typer.Option(help="how tables are written")] = Format.text,
-    out: Annotated[Path | None, typer.Option(help="a file to write instead of standard output")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="new, base, harmonic, base-top5 or base-ece (base-to-new); test (others); top5 or ece (all). By "
+            "default base, new and harmonic in base-to-new, and test in the others.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    paper: Annotated[
+        Paper, typer.Option(help="Rows of the paper: of the same methods, all, or none.", rich_help_panel=OUTPUT)
+    ] = Paper.same,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Show only these methods, separated by commas.",
+            rich_help_panel=METHOD,
+            autocompletion=complete_method,
+        ),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="The format of the tables.", rich_help_panel=OUTPUT)] = Format.text,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write to this file instead of standard output.", rich_help_panel=OUTPUT),
+    ] = None,
 ) -> None:
     """Show recorded runs as tables, one per protocol, beside the paper's numbers."""
     from selftpt.evaluation.protocols import PROTOCOLS
     from selftpt.evaluation.runs import read_records
     from selftpt.evaluation.tables import make_table, render
-    from selftpt.files import write_whole
+    from selftpt.files import write_atomically
 
     records = read_records(runs)
     methods = [name.strip() for name in (compare or "").split(",") if name.strip()]
     recorded = {record["protocol"] for record in records if not methods or record["method"] in methods}
     found = [name for name in PROTOCOLS if name in recorded] or [*PROTOCOLS]
-    with_measure = [name for name in found if measure is None or measure in PROTOCOLS[name].measures]
-    wanted = [protocol] if protocol else with_measure or found
-    texts = [render(make_table(records, name, measure, paper.value, methods), format.value) for name in wanted]
-    if format is Format.csv:  # one header for all
+    with_metric = [name for name in found if metric is None or metric in PROTOCOLS[name].metrics]
+    shown = [protocol] if protocol else with_metric or found
+    width = shutil.get_terminal_size().columns if out is None and sys.stdout.isatty() else None
+    tables = [make_table(records, name, metric, paper.value, methods) for name in shown]
+    texts = [render(table, format.value, width) for table in tables]
+    if format is Format.csv:  # one header for all tables
         texts[1:] = [text.partition("\n")[2] for text in texts[1:]]
-    answer = ("" if format is Format.csv else "\n").join(texts)
+    text = ("" if format is Format.csv else "\n").join(texts)
     if out is None:
-        print(answer, end="")
+        print(text, end="")
         return
-    write_whole(out, answer.encode())
+    write_atomically(out, text.encode())

@@ -17,16 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar, get_args
-
-import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from selftpt.config import CacheMode
 from selftpt.data.decoding import DatasetImage, open_image
-from selftpt.data.views import FileFingerprint, ViewSpec
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import (
     Schema,
@@ -38,7 +32,12 @@ from selftpt.files import (
     write_tensors,
 )
 from selftpt.locks import lock
-from selftpt.models import Model
+
+if TYPE_CHECKING:  # listing the cache takes no torch
+    from torch import Tensor
+
+    from selftpt.data.views import FileFingerprint, ViewSpec
+    from selftpt.models import Model
 
 SCHEMA = Schema(header={"model": str, "views": str, "images": list}, tensors={"features": "N V D"}, oldest=2)
 Result = TypeVar("Result")
@@ -73,10 +72,12 @@ class Cache:
 
     @property
     def reads(self) -> bool:
+        """Whether entries are read."""
         return self.mode != "off"
 
     @property
     def writes(self) -> bool:
+        """Whether entries are written."""
         return self.mode == "on"
 
     def write(self, path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, object]) -> bool:
@@ -151,7 +152,11 @@ def content_digest(value: Any) -> str:
     """A digest of the content of a tensor, an array, a PIL image or an image of a dataset."""
     if isinstance(value, DatasetImage):
         value = open_image(value)
-    if isinstance(value, Tensor):
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
         value = tensor.flatten().view(torch.uint8).numpy()
         kind = f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -264,6 +269,8 @@ class FeatureCache:
         """Write the features [views, D] of images as one shard."""
         if not features or not self.cache.writes:
             return
+        import torch
+
         header = {
             "model": f"{self.model.id} {self.model.precision}",
             "views": str(self.spec),

@@ -7,12 +7,12 @@ import os
 import re
 import stat
 import struct
+import sys
 import warnings
 from dataclasses import dataclass
-from typing import IO, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
-import torch
 from PIL import (
     BmpImagePlugin,
     ExifTags,
@@ -27,6 +27,9 @@ from PIL import (
 )
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
+
+if TYPE_CHECKING:  # reading the names of files takes no torch
+    import torch
 
 ImageInput: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray[Any, Any] | torch.Tensor | DatasetImage"
 
@@ -133,13 +136,19 @@ class DatasetImage:
             image = self.dataset[self.index][self.key]
         except Exception as error:  # a dataset may raise anything
             raise ImageError(f"image {self.index} of the dataset: cannot be read ({_line(error)})") from error
-        if not isinstance(image, Image.Image | np.ndarray | torch.Tensor | str | os.PathLike):
+        if not isinstance(image, Image.Image | np.ndarray | str | os.PathLike) and not is_tensor(image):
             raise ImageError(f"image {self.index} of the dataset: it is of type {type(image).__name__}, not an image")
         return image
 
 
 class ImageError(SelfTPTError):
     """An image that cannot be used; the message says which and why."""
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor; torch is not imported to find out."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def warn_of(error: ImageError) -> None:
@@ -171,7 +180,7 @@ def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
         return _decode(source, "the image", max_megapixels)
     if isinstance(source, np.ndarray):
         return _decode(_from_array(source), "the array", max_megapixels)
-    if isinstance(source, torch.Tensor):
+    if is_tensor(source):
         return _decode(_from_tensor(source), "the tensor", max_megapixels)
     if not isinstance(source, str | os.PathLike):
         raise ImageError(
@@ -203,7 +212,7 @@ def _from_array(array: np.ndarray[Any, Any]) -> Image.Image:
 
 
 def _from_tensor(tensor: torch.Tensor) -> Image.Image:
-    if tensor.dtype != torch.uint8 or tensor.ndim != 3 or len(tensor) != 3:
+    if str(tensor.dtype) != "torch.uint8" or tensor.ndim != 3 or len(tensor) != 3:
         raise ImageError(
             f"the tensor: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: an image is uint8 [3, H, W]"
         )

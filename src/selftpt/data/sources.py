@@ -9,13 +9,14 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeAlias
 
-from torch import Tensor
-
-from selftpt.data.decoding import SUFFIXES, DatasetImage, ImageInput
+from selftpt.data.decoding import SUFFIXES, DatasetImage, ImageInput, is_tensor
 from selftpt.errors import SelfTPTError
 from selftpt.names import check_names
+
+if TYPE_CHECKING:  # reading the names of files takes no torch
+    from torch import Tensor
 
 
 class IndexedDataset(Protocol):
@@ -54,7 +55,7 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", check_names(self.names))
-        if self.features is not None and not isinstance(self.features, Tensor):
+        if self.features is not None and not is_tensor(self.features):
             raise SelfTPTError(f"the features of a source are a tensor, not {type(self.features).__name__}")
         count = len(self.images) if self.features is None else len(self.features)
         if self.features is not None and (self.images or self.features.ndim != 3):

@@ -29,7 +29,7 @@ class Preprocess:
     _geometry: Callable[[Image.Image], Image.Image]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Preprocess:
+    def from_config(cls, config: Mapping[str, Any]) -> Preprocess:
         """From the preprocessing settings that open_clip keeps with a model."""
         cfg = PreprocessCfg(**config)
         height, width = (cfg.size, cfg.size) if isinstance(cfg.size, int) else tuple(cfg.size)[-2:]

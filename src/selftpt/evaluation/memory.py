@@ -1,4 +1,4 @@
-"""The most memory that was used, by the GPU where there is one, else by the process."""
+"""Peak memory: of the GPU if the model is on one, else of the process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def forget_peak(device: torch.device) -> None:
-    """Count from now on; where the system cannot, the count is of the whole process."""
+def reset_peak(device: torch.device) -> None:
+    """Start a new measurement; where the system cannot, the peak is that of the process since its start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -21,7 +21,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_megabytes(device: torch.device) -> float:
-    """The peak since `forget_peak`, in MB."""
+    """The peak since `reset_peak`, in MB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     with contextlib.suppress(OSError):

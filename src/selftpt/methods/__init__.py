@@ -1,53 +1,271 @@
-"""The table of methods: Self-TPT and the systems it is compared with, one file each."""
+"""The table of methods: Self-TPT and the methods it is compared with, one module each.
+
+`METHODS` imports the module of a method when the method is first used. Names and descriptions are plain data, so that
+listing the methods does not import torch.
+"""
 
 from __future__ import annotations
 
-from selftpt.methods.c_tpt import C_TPT
-from selftpt.methods.clip import CLIP, ENSEMBLE
-from selftpt.methods.cocoop import COCOOP
-from selftpt.methods.coop import COOP
-from selftpt.methods.difftpt import COOP_DIFFTPT, DIFFTPT
-from selftpt.methods.four_prompts import FOUR_PROMPTS
-from selftpt.methods.kgcoop import KGCOOP
-from selftpt.methods.lasp import LASP
-from selftpt.methods.method import FitContext, FittedMethod, Method, Predictor
-from selftpt.methods.mta import MTA
-from selftpt.methods.proda import PRODA
-from selftpt.methods.self_tpt import SELF_TPT, SELF_TPT_V
-from selftpt.methods.ship import SHIP
-from selftpt.methods.swapprompt import SWAPPROMPT
-from selftpt.methods.tda import TDA
-from selftpt.methods.tpt import COOP_TPT, TPT
-from selftpt.methods.visdesc import VISDESC
-from selftpt.methods.waffleclip import WAFFLECLIP
-from selftpt.methods.zero import ZERO
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["METHODS", "FitContext", "FittedMethod", "Method", "Predictor"]
+if TYPE_CHECKING:
+    from selftpt.methods.method import FitContext, FittedMethod, Method, Predictor
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        CLIP,
-        ENSEMBLE,
-        COOP,
-        COCOOP,
-        KGCOOP,
-        PRODA,
-        LASP,
-        SHIP,
-        VISDESC,
-        WAFFLECLIP,
-        TPT,
-        COOP_TPT,
-        C_TPT,
-        DIFFTPT,
-        COOP_DIFFTPT,
-        SWAPPROMPT,
-        TDA,
-        MTA,
-        ZERO,
-        FOUR_PROMPTS,
-        SELF_TPT,
-        SELF_TPT_V,
-    )
-}
+__all__ = ["METHODS", "FitContext", "FittedMethod", "Method", "MethodInfo", "MethodTable", "Predictor"]
+
+Inputs = Literal["features", "views", "pixels"]  # of the image; of the image and other views of it; raw pixels
+Requirement = Literal["any", "transformer image tower"]
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """A row of the table of methods: where a method is, and what `selftpt methods` prints about it.
+
+    `inputs`, `needs_labels`, `transductive`, `stochastic`, `requires` and `cost` are those of the `Method` object with
+    its default configuration; a test checks that they agree.
+
+    Attributes:
+        location: `module:NAME` of the `Method` object. A module without a dot is a module of `selftpt.methods`.
+        summary: What it does, in a few words.
+        reference: Where it was published.
+        inputs: What it uses of an image: features of the image, features of several views, or pixels.
+        needs_labels: Whether it learns from labelled images.
+        transductive: Whether it adapts to all test images at once.
+        stochastic: Whether its result depends on a seed.
+        requires: The kind of image tower it needs.
+        cost: What it computes for each image, in words.
+        also_needs: What it needs besides the image and labels, in words.
+    """
+
+    location: str
+    summary: str
+    reference: str
+    inputs: Inputs = "features"
+    needs_labels: bool = False
+    transductive: bool = False
+    stochastic: bool = False
+    requires: Requirement = "any"
+    cost: str = "1 view"
+    also_needs: str = ""
+
+    @property
+    def needs(self) -> str:
+        """What it needs of an image and besides, in words."""
+        inputs = "features of views" if self.inputs == "views" else self.inputs
+        return f"{inputs}, {self.also_needs}" if self.also_needs else inputs
+
+    @property
+    def trains_on(self) -> str:
+        """What it learns from, in words."""
+        return "labelled images" if self.needs_labels else "nothing"
+
+    def load(self) -> Method:
+        """Import the module of the method."""
+        module, _, name = self.location.partition(":")
+        method: Method = getattr(
+            importlib.import_module(module if "." in module else f"selftpt.methods.{module}"), name
+        )
+        return method
+
+
+class MethodTable(Mapping[str, "Method"]):
+    """Methods by name. Iterating over it, `in` and `len` import no method.
+
+    Args:
+        info: The rows by the name of the method. A row that is added later is found, too.
+
+    Example:
+        >>> from selftpt import METHODS
+        >>> METHODS.info["coop"].summary
+        'a prompt learned with cross-entropy'
+        >>> METHODS["coop"].needs_labels
+        True
+    """
+
+    def __init__(self, info: dict[str, MethodInfo]) -> None:
+        self.info = info
+
+    def __getitem__(self, name: str) -> Method:
+        return self.info[name].load()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.info
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info)
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+    def __repr__(self) -> str:
+        return f"MethodTable({', '.join(self.info)})"
+
+
+_CLIP = "Radford et al., ICML 2021"
+_TPT = "Shu et al., NeurIPS 2022"
+_DIFFTPT = "Feng et al., ICCV 2023"
+_SELF_TPT = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
+
+METHODS = MethodTable(
+    {
+        "clip": MethodInfo("clip:CLIP", "zero-shot with one template", _CLIP),
+        "clip-ensemble": MethodInfo("clip:ENSEMBLE", "zero-shot, mean of 80 templates", _CLIP),
+        "coop": MethodInfo(
+            "coop:COOP",
+            "a prompt learned with cross-entropy",
+            "Zhou et al., IJCV 2022",
+            needs_labels=True,
+            stochastic=True,
+        ),
+        "cocoop": MethodInfo(
+            "cocoop:COCOOP",
+            "a prompt that depends on the image",
+            "Zhou et al., CVPR 2022",
+            needs_labels=True,
+            stochastic=True,
+            cost="1 view, all class names",
+        ),
+        "kgcoop": MethodInfo(
+            "kgcoop:KGCOOP",
+            "coop, kept near a hand-crafted template",
+            "Yao et al., CVPR 2023",
+            needs_labels=True,
+            stochastic=True,
+        ),
+        "proda": MethodInfo(
+            "proda:PRODA",
+            "the mean of 32 prompts, learned as a Gaussian",
+            "Lu et al., CVPR 2022",
+            needs_labels=True,
+            stochastic=True,
+        ),
+        "lasp": MethodInfo(
+            "lasp:LASP",
+            "a prompt regularised by templates; LayerNorms",
+            "Bulat and Tzimiropoulos, CVPR 2023",
+            inputs="pixels",
+            needs_labels=True,
+            stochastic=True,
+            also_needs="or features, if the image tower is not a ViT of open_clip",
+        ),
+        "ship": MethodInfo(
+            "ship:SHIP",
+            "coop, with features generated for new class names",
+            "Wang et al., ICCV 2023",
+            needs_labels=True,
+            stochastic=True,
+        ),
+        "visdesc": MethodInfo(
+            "visdesc:VISDESC",
+            "mean of sentences with descriptors of each class",
+            "Menon and Vondrick, ICLR 2023",
+            also_needs="descriptors",
+        ),
+        "waffleclip": MethodInfo(
+            "waffleclip:WAFFLECLIP",
+            "mean of sentences with random words and characters",
+            "Roth et al., ICCV 2023",
+            stochastic=True,
+        ),
+        "tpt": MethodInfo("tpt:TPT", "a prompt tuned to each image", _TPT, inputs="views", cost="64 views, 1 step"),
+        "coop+tpt": MethodInfo(
+            "tpt:COOP_TPT",
+            "tpt from the prompt of coop",
+            _TPT,
+            inputs="views",
+            needs_labels=True,
+            stochastic=True,
+            cost="64 views, 1 step",
+        ),
+        "c-tpt": MethodInfo(
+            "c_tpt:C_TPT",
+            "tpt that keeps class vectors apart",
+            "Yoon et al., ICLR 2024",
+            inputs="views",
+            cost="64 views, 1 step",
+        ),
+        "difftpt": MethodInfo(
+            "difftpt:DIFFTPT",
+            "tpt with generated images",
+            _DIFFTPT,
+            inputs="views",
+            cost="127 views, 4 steps",
+            also_needs="generated images",
+        ),
+        "coop+difftpt": MethodInfo(
+            "difftpt:COOP_DIFFTPT",
+            "difftpt from the prompt of coop",
+            _DIFFTPT,
+            inputs="views",
+            needs_labels=True,
+            stochastic=True,
+            cost="127 views, 4 steps",
+            also_needs="generated images",
+        ),
+        "swapprompt": MethodInfo(
+            "swapprompt:SWAPPROMPT",
+            "a prompt tuned on the test images by swapped prediction",
+            "Ma et al., NeurIPS 2023",
+            inputs="views",
+            transductive=True,
+            stochastic=True,
+            cost="5 views, tuning",
+            also_needs="all test images at once",
+        ),
+        "tda": MethodInfo(
+            "tda:TDA",
+            "caches of earlier test images",
+            "Karmanov et al., CVPR 2024",
+            transductive=True,
+            stochastic=True,
+            cost="1 view, the caches",
+            also_needs="the test images as a stream",
+        ),
+        "mta": MethodInfo(
+            "mta:MTA",
+            "the mode of the views, by mean shift",
+            "Zanella and Ben Ayed, CVPR 2024",
+            inputs="views",
+            cost="64 views",
+        ),
+        "zero": MethodInfo(
+            "zero:ZERO",
+            "a majority vote of the confident views",
+            "Farina et al., NeurIPS 2024",
+            inputs="views",
+            cost="64 views",
+        ),
+        "four-prompts": MethodInfo(
+            "four_prompts:FOUR_PROMPTS",
+            "one prompt for each of self-tpt's views, learned with cross-entropy, ensembled",
+            "a control",
+            needs_labels=True,
+            stochastic=True,
+        ),
+        "self-tpt": MethodInfo(
+            "self_tpt:SELF_TPT",
+            "CPT and gradient matching, then CPT on the class names",
+            _SELF_TPT,
+            needs_labels=True,
+            stochastic=True,
+        ),
+        "self-tpt-v": MethodInfo(
+            "self_tpt:SELF_TPT_V",
+            "self-tpt, the mean of 64 views",
+            _SELF_TPT,
+            inputs="views",
+            needs_labels=True,
+            stochastic=True,
+            cost="64 views",
+        ),
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("FitContext", "FittedMethod", "Method", "Predictor"):
+        return getattr(importlib.import_module("selftpt.methods.method"), name)
+    raise AttributeError(f"module 'selftpt.methods' has no attribute {name!r}")

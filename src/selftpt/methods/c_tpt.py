@@ -36,13 +36,11 @@ def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt
         weight: float = config.dispersion
         return tpt.mean_entropy(logits) - weight * dispersion(vectors)
 
-    return tpt.Tuner(model, names, model.text.words(config.words), config, select, loss)
+    return tpt.Tuner(model, names, model.text.embed_words(config.words), config, select, loss)
 
 
 C_TPT = Method(
     "c-tpt",
-    "tpt that keeps class vectors apart",
-    "Yoon et al., ICLR 2024",
     CTptConfig(),
     predictor,
     views=tpt.views,

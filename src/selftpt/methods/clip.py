@@ -33,6 +33,5 @@ def classify_ensemble(fitted: FittedMethod, names: Sequence[str], _template: str
     return dataclasses.replace(each[0], weights=weights, origin={"stage": "zero-shot", "templates": len(each)})
 
 
-REFERENCE = "Radford et al., ICML 2021"
-CLIP = Method("clip", "zero-shot with one template", REFERENCE, ClipConfig(), classify)
-ENSEMBLE = Method("clip-ensemble", "zero-shot, mean of 80 templates", REFERENCE, ClipConfig(), classify_ensemble)
+CLIP = Method("clip", ClipConfig(), classify)
+ENSEMBLE = Method("clip-ensemble", ClipConfig(), classify_ensemble)

@@ -117,8 +117,6 @@ def cost(_config: CocoopConfig) -> str:
 
 COCOOP = Method(
     "cocoop",
-    "a prompt that depends on the image",
-    "Zhou et al., CVPR 2022",
     CocoopConfig(),
     predictor,
     train,

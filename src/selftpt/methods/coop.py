@@ -61,8 +61,6 @@ def by_paper_recipe(config: CoopConfig) -> bool:
 
 COOP = Method(
     "coop",
-    "a prompt learned with cross-entropy",
-    "Zhou et al., IJCV 2022",
     CoopConfig(),
     classify,
     train,

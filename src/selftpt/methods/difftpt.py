@@ -23,7 +23,7 @@ from selftpt.data.sources import images_in
 from selftpt.data.transforms import Preprocess
 from selftpt.data.views import MAX_MEGAPIXELS, FileFingerprint, LazyImage, ViewSpec, fingerprint
 from selftpt.errors import SelfTPTError
-from selftpt.files import cache_folder, digest, write_whole
+from selftpt.files import cache_folder, digest, write_atomically
 from selftpt.methods import tpt
 from selftpt.methods.method import FittedMethod, Method, always
 from selftpt.methods.self_tpt import PROMPT_TENSORS, learn_config, train
@@ -126,7 +126,7 @@ class Generated(ViewSpec):
                 if not file.exists():
                     content = io.BytesIO()
                     one.save(content, "png")
-                    write_whole(file, content.getvalue())
+                    write_atomically(file, content.getvalue())
 
 
 _LOCK = threading.Lock()  # views are made in threads, and there is one diffusion model
@@ -201,7 +201,7 @@ def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: DiffusionC
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
     """DiffTPT from the embeddings of words."""
-    return tuner(fitted.model, names, fitted.model.text.words(fitted.config.words), fitted.config)
+    return tuner(fitted.model, names, fitted.model.text.embed_words(fitted.config.words), fitted.config)
 
 
 def predictor_from_coop(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
@@ -227,23 +227,17 @@ def views(config: DiffusionConfig) -> list[ViewSpec]:
     return [*tpt.views(config), Generated(config.views - 1, None, MAX_MEGAPIXELS, False, config.generated, *made_by)]
 
 
-REFERENCE = "Feng et al., ICCV 2023"
 DIFFTPT = Method(
     "difftpt",
-    "tpt with generated images",
-    REFERENCE,
     DiffTptConfig(),
     predictor,
     data=check_generated,
     views=views,
     inputs="views",
-    also_needs="generated images",
     more_cost=tpt.cost,
 )
 COOP_DIFFTPT = Method(
     "coop+difftpt",
-    "difftpt from the prompt of coop",
-    REFERENCE,
     CoopDiffTptConfig(),
     predictor_from_coop,
     train,
@@ -253,6 +247,5 @@ COOP_DIFFTPT = Method(
     "views",
     tensors=PROMPT_TENSORS,
     uses_protocol_epochs=always,
-    also_needs="generated images",
     more_cost=tpt.cost,
 )

@@ -57,8 +57,6 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
 
 FOUR_PROMPTS = Method(
     "four-prompts",
-    "prompts at the places of self-tpt's views, each learned with cross-entropy, ensembled",
-    "a control",
     FourPromptsConfig(),
     classify,
     train,

@@ -63,8 +63,6 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
 
 KGCOOP = Method(
     "kgcoop",
-    "coop, kept near a hand-crafted template",
-    "Yao et al., CVPR 2023",
     KgcoopConfig(),
     classify,
     train,

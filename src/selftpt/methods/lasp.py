@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from selftpt.classifier import Classifier
 from selftpt.config import PROMPT_ALONE, Config, ContrastConfig, TrainConfig, check_template, setting
 from selftpt.errors import SelfTPTError
-from selftpt.methods.method import FitContext, FittedMethod, Inputs, Method, Probabilities
+from selftpt.methods import Inputs
+from selftpt.methods.method import FitContext, FittedMethod, Method, Probabilities
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import class_tokens
@@ -277,13 +278,10 @@ def choose_inputs(config: LaspConfig, model: Model) -> Inputs:
 
 LASP = Method(
     "lasp",
-    "a prompt regularised by templates; LayerNorms",
-    "Bulat and Tzimiropoulos, CVPR 2023",
     LaspConfig(),
     predictor,
     train,
     inputs="pixels",
     choose_inputs=choose_inputs,
     tensors={"context": "M d", "bias": "B D", "*": ""},
-    also_needs="or features, if the image tower is no ViT of open_clip",
 )

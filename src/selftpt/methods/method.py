@@ -1,4 +1,4 @@
-"""What a method is: data and functions that lead from labelled images and class names to probabilities."""
+"""The interface of methods: `Method`, `FitContext`, `FittedMethod` and `Predictor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints, overload
+from typing import Any, get_type_hints, overload
 
 import numpy as np
 import torch
@@ -36,13 +36,11 @@ from selftpt.data.views import ViewSpec, fingerprint
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.files import Schema, digest, read_tensors, write_tensors
 from selftpt.gradients import with_gradients
+from selftpt.methods import METHODS, Inputs, Requirement
 from selftpt.models import Model, ModelId, load_recorded_model
 from selftpt.names import check_names
 from selftpt.training import Crops, RunFiles, Training, source_crops, source_features
 from selftpt.version import __version__
-
-Inputs = Literal["features", "views", "pixels"]  # of the image; of the image and other views of it; raw pixels
-Requirement = Literal["any", "transformer image tower"]
 
 LEARNED = Schema(
     header={
@@ -107,7 +105,7 @@ class FitContext:
         return source_features(self.model, self._few(config), config, self.cache, self.on_error)
 
     def crops(self, config: TrainConfig) -> tuple[Crops, Tensor]:
-        """What makes the pixels of random crops of the training images, and their labels [N]."""
+        """A maker of pixels of random crops of the training images, and their labels [N]."""
         return source_crops(self.model, self._few(config), config, self.on_error)
 
     def _few(self, config: TrainConfig) -> Source:
@@ -121,7 +119,7 @@ class FitContext:
     def learned(
         self, train: TrainFunction, config: Any, dimensions: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
-        """Learned parameters by name: those of an earlier run, or else those of a new training run.
+        """The learned parameters by name: read from an earlier run, or else learned now.
 
         Args:
             train: Makes the training run.
@@ -180,22 +178,22 @@ class FitContext:
 
 
 def own_config(_context: FitContext, config: Any) -> Any:
-    """The configuration itself: all of it determines what is learned."""
+    """For a method whose whole configuration determines what is learned."""
     return config
 
 
 def no_data(_config: Any) -> dict[str, Any]:
-    """A method without data of its own."""
+    """For a method that has no data of its own."""
     return {}
 
 
 def image_alone(_config: Any) -> list[ViewSpec]:
-    """The image itself."""
+    """For a method that uses one view: the image itself."""
     return [ViewSpec()]
 
 
 def nothing_more(_config: Any) -> str:
-    """A method whose cost is that of encoding the views."""
+    """For a method whose only cost per image is encoding the views."""
     return ""
 
 
@@ -209,12 +207,12 @@ def always(_config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table of methods. Every function is a module-level function, so that a method can be pickled.
+    """A method. What it is called and who published it is in its row of the table, `METHODS.info`.
+
+    Every function is a module-level function, so that a method can be pickled.
 
     Attributes:
         name: As on the command line.
-        summary: What it does, in a few words.
-        reference: Where it was published.
         config: Its frozen configuration, with the defaults of its authors. A method that needs labels has a
             `TrainConfig` there, called `learn`.
         predictor: The fitted method, class names [C] and the dataset's template to a `Classifier`, or to a function
@@ -224,7 +222,7 @@ class Method:
         data: JSON values that the predictions depend on, such as descriptions read from files; it refuses a
             configuration that lacks something, before anything is learned.
         views: Which views of an image it uses.
-        inputs: What it sees of an image: features of the image, features of several views, or pixels.
+        inputs: What it gets for an image: features of the image, features of several views, or pixels.
         choose_inputs: For a method whose inputs depend on its configuration and the model.
         tensors: The dimensions of its learned tensors, as in `files.Schema`; `M` is the length of a context, `d` the
             width of the text tower, `D` the dimension of the features.
@@ -232,13 +230,10 @@ class Method:
         requires: The kind of image tower it needs.
         uses_seed: Whether its predictions depend on the field `seed` of its configuration.
         uses_protocol_epochs: Whether it is trained for as many epochs as Self-TPT in the paper's protocols.
-        also_needs: What it needs besides the image and labels, in words.
         more_cost: What it computes for each image besides encoding the views, in words.
     """
 
     name: str
-    summary: str
-    reference: str
     config: Any
     predictor: Callable[[FittedMethod, Sequence[str], str], Classifier | Probabilities | StreamProbabilities]
     train: TrainFunction | None = None
@@ -252,7 +247,6 @@ class Method:
     requires: Requirement = "any"
     uses_seed: bool = False
     uses_protocol_epochs: Callable[[Any], bool] = never
-    also_needs: str = ""
     more_cost: Callable[[Any], str] = nothing_more
 
     @property
@@ -265,19 +259,8 @@ class Method:
         """Whether its result depends on a seed."""
         return self.needs_labels or self.uses_seed
 
-    @property
-    def needs(self) -> str:
-        """What it needs of an image and besides, in words."""
-        inputs = {"features": "features", "views": "features of views", "pixels": "pixels"}[self.inputs]
-        return ", ".join(filter(None, (inputs, self.also_needs)))
-
-    @property
-    def trains_on(self) -> str:
-        """What it learns from, in words."""
-        return "labelled images" if self.needs_labels else "nothing"
-
     def cost(self, config: Any) -> str:
-        """What it computes for each image, in words."""
+        """The computation for each image, in words."""
         views = sum(spec.views for spec in self.views(config))
         return ", ".join(filter(None, (f"{views} view{'s' if views > 1 else ''}", self.more_cost(config))))
 
@@ -299,7 +282,7 @@ class Method:
 
     @with_gradients
     def fit(self, context: FitContext, config: Any = None) -> FittedMethod:
-        """Fit the method: learn what it learns, read what it reads.
+        """Fit the method to labelled images, or prepare it if it needs none.
 
         Raises:
             SelfTPTError: The context lacks what the method needs.
@@ -321,7 +304,7 @@ class Method:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FittedMethod:
-    """A method that has learned what it learns. It saves, loads and pickles, without the model.
+    """A fitted method, which saves, loads and pickles without the model.
 
     Attributes:
         method: The method.
@@ -329,7 +312,7 @@ class FittedMethod:
         model_id: The model it was fitted with.
         tensors: Learned parameters by name, on the CPU.
         data: JSON values.
-        files: Where what is learned for a class list is kept.
+        files: Where parameters that are learned for a class list are kept.
     """
 
     method: Method
@@ -357,7 +340,7 @@ class FittedMethod:
 
     @property
     def inputs(self) -> Inputs:
-        """What it sees of an image."""
+        """The kind of input that it gets for an image."""
         choose = self.method.choose_inputs
         return self.method.inputs if choose is None else choose(self.config, self.model)
 
@@ -381,7 +364,12 @@ class FittedMethod:
 
     @with_gradients
     def for_classes(self, names: Sequence[str], template: str = ContrastConfig.template) -> Predictor:
-        """A predictor for a list of class names; `template` is the dataset's, with {} for the class name."""
+        """Make a predictor for a list of class names.
+
+        Args:
+            names: Class names, [C].
+            template: The template of the dataset, with {} for the class name.
+        """
         names = check_names(names)
         return Predictor(self, names, self.method.predictor(self, names, template))
 
@@ -413,8 +401,6 @@ class FittedMethod:
             changes: Settings to change, such as "generated": "folder". Settings that name files, folders or
                 repositories are not taken from the file.
         """
-        from selftpt.methods import METHODS
-
         header, tensors = read_tensors(Path(path), "fitted-method", FITTED)
         if header["method"] not in METHODS:
             raise SelfTPTError(f"{path} holds a method that this selftpt does not have: {header['method'][:60]!r}")
@@ -434,7 +420,7 @@ class FittedMethod:
 
 @dataclass(frozen=True, eq=False)
 class Predictor:
-    """A fitted method that knows its class names.
+    """A fitted method for a list of class names; `FittedMethod.for_classes` makes one.
 
     Attributes:
         fitted: The fitted method.
@@ -456,13 +442,16 @@ class Predictor:
 
     @with_gradients
     def __call__(self, views: Tensor) -> Tensor:
-        """Views [N, V, D], or pixels [N, V, 3, S, S], to probabilities [N, C]; all images, if it is transductive."""
+        """Probabilities [N, C] for features of views [N, V, D] or pixels [N, V, 3, S, S].
+
+        A transductive method must be given all test images at once.
+        """
         return self.function([views] if self.fitted.method.transductive else views)  # type: ignore[no-any-return]
 
     def stream(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:
         """Blocks of images with their probabilities [n, C].
 
-        A transductive method reads all blocks before it answers; of them it keeps what it needs, not the views.
+        A transductive method reads all blocks before it yields the first; it does not keep their views.
         """
         if not self.fitted.method.transductive:
             for block in blocks:

@@ -81,8 +81,6 @@ def views(config: MtaConfig) -> list[ViewSpec]:
 
 MTA = Method(
     "mta",
-    "the mode of the views, by mean shift",
-    "Zanella and Ben Ayed, CVPR 2024",
     MtaConfig(),
     predictor,
     views=views,

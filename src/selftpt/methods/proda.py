@@ -170,8 +170,6 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
 
 PRODA = Method(
     "proda",
-    "the mean of 32 prompts, learned as a Gaussian",
-    "Lu et al., CVPR 2022",
     ProdaConfig(),
     classify,
     train,

@@ -77,11 +77,8 @@ def views(config: SelfTptVConfig) -> list[ViewSpec]:
     return image_and_crops(config.views)
 
 
-REFERENCE = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
 SELF_TPT = Method(
     "self-tpt",
-    "CPT and gradient matching, then CPT on the class names",
-    REFERENCE,
     SelfTptConfig(),
     classify,
     train,
@@ -91,8 +88,6 @@ SELF_TPT = Method(
 )
 SELF_TPT_V = Method(
     "self-tpt-v",
-    "self-tpt, the mean of 64 views",
-    REFERENCE,
     SelfTptVConfig(),
     classify_views,
     train,

@@ -227,8 +227,6 @@ def generator_config(_context: FitContext, config: ShipConfig) -> GeneratorConfi
 
 SHIP = Method(
     "ship",
-    "coop, with features generated for new class names",
-    "Wang et al., ICCV 2023",
     ShipConfig(),
     classify,
     train,

@@ -143,14 +143,11 @@ def cost(_config: SwapPromptConfig) -> str:
 
 SWAPPROMPT = Method(
     "swapprompt",
-    "a prompt tuned on the test images by swapped prediction",
-    "Ma et al., NeurIPS 2023",
     SwapPromptConfig(),
     predictor,
     views=views,
     inputs="views",
     transductive=True,
     uses_seed=True,
-    also_needs="all test images at once",
     more_cost=cost,
 )

@@ -162,13 +162,10 @@ def cost(_config: TdaConfig) -> str:
 
 TDA = Method(
     "tda",
-    "caches of earlier test images",
-    "Karmanov et al., CVPR 2024",
     TdaConfig(),
     predictor,
     views=views,
     transductive=True,
     uses_seed=True,
-    also_needs="the test images as a stream",
     more_cost=cost,
 )

@@ -155,7 +155,7 @@ def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
     """TPT from the embeddings of words."""
-    return tuner(fitted.model, names, fitted.model.text.words(fitted.config.words), fitted.config)
+    return tuner(fitted.model, names, fitted.model.text.embed_words(fitted.config.words), fitted.config)
 
 
 def predictor_from_coop(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
@@ -172,11 +172,8 @@ def cost(config: TuneConfig) -> str:
     return f"{config.steps} step{'' if config.steps == 1 else 's'}"
 
 
-REFERENCE = "Shu et al., NeurIPS 2022"
 TPT = Method(
     "tpt",
-    "a prompt tuned to each image",
-    REFERENCE,
     TptConfig(),
     predictor,
     views=views,
@@ -185,8 +182,6 @@ TPT = Method(
 )
 COOP_TPT = Method(
     "coop+tpt",
-    "tpt from the prompt of coop",
-    REFERENCE,
     CoopTptConfig(),
     predictor_from_coop,
     train,

@@ -73,15 +73,15 @@ def mean_vectors(model: Model, classes: ClassTokens, before: str, tails: Sequenc
     """
     tokenizer = model.text.tokenizer
     for tail in {tail for some in tails for tail in some}:
-        if tokenizer.marks & set(tokenizer.encode(tail)):
+        if tokenizer.special_ids & set(tokenizer.encode(tail)):
             raise SelfTPTError(f"the descriptor {tail!r} contains a mark that the tokenizer keeps for itself")
     ids = [
         tokenizer.encode(before + name + tail) for name, some in zip(classes.names, tails, strict=True) for tail in some
     ]
-    if long := sum(len(sentence) > tokenizer.room for sentence in ids):
+    if long := sum(len(sentence) > tokenizer.max_tokens for sentence in ids):
         text = f"{long} of {len(ids)} sentences lose their end: this model reads {tokenizer.context} tokens"
         warnings.warn(text, SelfTPTWarning, stacklevel=2)
-    cut = [sentence[: tokenizer.room] for sentence in ids]
+    cut = [sentence[: tokenizer.max_tokens] for sentence in ids]
     features = F.normalize(encode_sentences(model.text, cut, AdaptConfig.chunk), dim=-1)
     return torch.stack([some.mean(0) for some in features.split([len(some) for some in tails])])
 
@@ -146,10 +146,7 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
 
 VISDESC = Method(
     "visdesc",
-    "mean of sentences with descriptors of each class",
-    "Menon and Vondrick, ICLR 2023",
     VisDescConfig(),
     classify,
     data=read_all,
-    also_needs="descriptors",
 )

@@ -69,8 +69,6 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
 
 WAFFLECLIP = Method(
     "waffleclip",
-    "mean of sentences with random words and characters",
-    "Roth et al., ICCV 2023",
     WaffleClipConfig(),
     classify,
     uses_seed=True,

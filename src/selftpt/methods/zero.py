@@ -66,8 +66,6 @@ def views(config: ZeroConfig) -> list[ViewSpec]:
 
 ZERO = Method(
     "zero",
-    "a majority vote of the confident views",
-    "Farina et al., NeurIPS 2024",
     ZeroConfig(),
     predictor,
     views=views,

@@ -1,8 +1,8 @@
-"""One loop over the pre-norm blocks of an open_clip transformer, for the text tower and the image tower alike.
+"""The loop over the pre-norm blocks of an open_clip transformer, which both towers use.
 
-The loop runs on packed rows [T, d]: all tokens of all sequences, one after the other. What differs between the towers
-is attention, which the caller passes in. Prompts per layer, tuned LayerNorms and an observer are arguments, so the
-frozen modules are never modified, copied or hooked, and any number of threads may use them at once.
+The loop runs on packed rows [T, d]: the tokens of all sequences, concatenated. The towers differ only in their
+attention, which is an argument. Prompts per layer, tuned LayerNorms and an observer are arguments as well. The frozen
+modules are never modified, copied or hooked, so any number of threads can use them at once.
 """
 
 from __future__ import annotations
@@ -24,37 +24,46 @@ from torch import Tensor, nn
 from selftpt.errors import SelfTPTError
 from selftpt.models.open_clip_api import CROSS_ATTENTION_NORM
 
-QUICK = 1.702  # QuickGELU(x) = x * sigmoid(1.702 x)
+QUICK_GELU_SCALE = 1.702  # QuickGELU(x) = x * sigmoid(1.702 x)
 
-Norms = Mapping[str, Tensor]  # LayerNorm parameters by name, in place of the tower's own
-Observer = Callable[[int, Tensor], object]  # layer index, hidden states at the block's input after prompt insertion
-Insert = Callable[[int, Tensor], Tensor]  # layer index and packed rows [T, d] to the rows that enter the block
+Norms = Mapping[str, Tensor]  # LayerNorm parameters by name, which replace the tower's own
+Observer = Callable[[int, Tensor], object]  # gets the layer index and the block's input rows after prompt insertion
+Insert = Callable[[int, Tensor], Tensor]  # maps the layer index and packed rows [T, d] to the block's input rows
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPrompts:
-    """Prompt vectors of one tower, by layer.
+    """Prompt vectors per layer of one tower.
 
-    `vectors[0]` enters with the tokens. Before block i = 1, ..., J - 1 the rows that the prompt occupies are replaced
-    with `vectors[i]`; from block J on they pass through the blocks like any other row.
+    `vectors[0]` is part of the input of the first block. Before block i = 1, ..., J - 1 the prompt rows are replaced
+    with `vectors[i]`; from block J on they are processed like all other rows.
 
-    In the image tower the rows are appended to the patch tokens, after the positional embedding and before `ln_pre`.
-    In the text tower they take the place of the first n tokens after the start token, and `vectors[0]` gets their
-    positional embedding.
+    In the image tower the prompt rows are appended to the patch tokens, after the positional embedding is added and
+    before `ln_pre`. In the text tower they replace the first n tokens after the start token, and the positional
+    embedding is added to `vectors[0]`.
 
     Attributes:
-        vectors: [J, n, d], of at most as many layers J as the tower has blocks.
-        read_only: Whether the rows only read: they attend to the tokens, but neither to each other nor to themselves,
-            and no token attends to them. They are appended in both towers (in the text tower after the end-of-text
-            token), without positional embedding, and the features are read at them: [N, n, D] instead of [N, D].
+        vectors: Prompt vectors [J, n, d]; J is at most the number of blocks of the tower.
+        read_only: Whether the prompt rows attend to the tokens, but not to each other or themselves, and no token
+            attends to them. Read-only rows are appended in both towers (in the text tower after the end-of-text
+            token), have no positional embedding, and are the outputs: features are [N, n, D] instead of [N, D].
     """
 
     vectors: Tensor
     read_only: bool = False
 
 
-def check_layers(vectors: Tensor, layers: int, width: int) -> None:
-    """Refuse prompt vectors that are not [J, n, width] of at most `layers` layers."""
+def check_prompt_shape(vectors: Tensor, layers: int, width: int) -> None:
+    """Check the shape of prompt vectors per layer.
+
+    Args:
+        vectors: Prompt vectors, which must be [J, n, width] with 1 <= J <= layers.
+        layers: Maximum number of layers.
+        width: Width of the tower.
+
+    Raises:
+        SelfTPTError: The shape does not fit.
+    """
     if vectors.ndim != 3 or vectors.shape[-1] != width or not 1 <= len(vectors) <= layers:
         raise SelfTPTError(
             f"prompts of this tower must have the shape [J, n, {width}] with 1 <= J <= {layers}, "
@@ -63,39 +72,44 @@ def check_layers(vectors: Tensor, layers: int, width: int) -> None:
 
 
 class Attention(Protocol):
-    """How packed rows attend to each other."""
+    """Attention of packed rows to each other.
+
+    Attributes:
+        selects: Whether only the rows of `select` are queries in the last block.
+    """
 
     selects: bool
 
     def select(self, x: Tensor) -> Tensor:
-        """The rows [N, ...] of packed rows [T, ...] that the caller reads after the last block, if `selects`."""
+        """Select the rows [N, ...] of packed rows [T, ...] that are read after the last block, if `selects`."""
 
     def __call__(self, layer: int, projected: Tensor, queries: Tensor | None, /) -> Tensor:
-        """Attention of one layer.
+        """Compute the attention of one layer.
 
         Args:
             layer: Index of the block.
-            projected: Queries, keys and values of all rows [T, 3, H, D]; keys and values alone if `queries` is given.
-            queries: The selected rows' queries [N, 1, H, D].
+            projected: Queries, keys and values of all rows, [T, 3, H, D]; only keys and values, [T, 2, H, D], if
+                `queries` is given.
+            queries: Queries of the selected rows, [N, 1, H, D].
 
         Returns:
             [T, H, D], or [N, H, D] if `queries` is given.
         """
 
 
-def is_known(block: nn.Module) -> bool:
-    """Whether `Block` computes what this module computes."""
+def is_supported(block: nn.Module) -> bool:
+    """Return whether `Block` computes the same function as this module."""
     if isinstance(block, ResidualAttentionBlock):
         return not hasattr(block, CROSS_ATTENTION_NORM)
     return isinstance(block, CustomResidualAttentionBlock) and block.attn.logit_scale is None
 
 
 class Block:
-    """The pieces of one block, on packed rows: attention is left to the caller.
+    """One transformer block as separate operations on packed rows, without the attention itself.
 
     Args:
-        block: A module for which `is_known` holds.
-        name: Its name in the tower, by which tuned LayerNorms are found.
+        block: A module for which `is_supported` is true.
+        name: Name of the module in the tower, which is part of the names of its LayerNorm parameters.
     """
 
     def __init__(self, block: Any, name: str) -> None:
@@ -104,11 +118,11 @@ class Block:
         self.heads: int = block.attn.num_heads
         self._custom = isinstance(block, CustomResidualAttentionBlock)
         activation = block.mlp.gelu
-        self._quick = isinstance(activation, QuickGELU) and not self._custom
+        self._quick_gelu = isinstance(activation, QuickGELU) and not self._custom
         self._gelu = isinstance(activation, nn.GELU) and not self._custom
 
     def norms(self) -> dict[str, Tensor]:
-        """The parameters of the block's two LayerNorms, by name."""
+        """Return the parameters of the block's two LayerNorms by name."""
         return {
             f"{self._name}.{norm}.{part}": tensor
             for norm in ("ln_1", "ln_2")
@@ -126,11 +140,19 @@ class Block:
         return F.layer_norm(x.to(dtype), module.normalized_shape, weight, bias, module.eps).to(x.dtype)
 
     def normalize(self, x: Tensor, norms: Norms | None) -> Tensor:
-        """Rows [T, d] as attention sees them."""
+        """Apply the LayerNorm before attention to rows [T, d]."""
         return self._norm("ln_1", x, norms)
 
     def project(self, h: Tensor, parts: slice) -> Tensor:
-        """Normalised rows [T, d] to the chosen ones of q, k and v: [T, parts, H, D]."""
+        """Project normalised rows [T, d] to queries, keys and values.
+
+        Args:
+            h: Normalised rows [T, d].
+            parts: Which of (query, key, value) to compute: `slice(0, 3)` for all P = 3 of them.
+
+        Returns:
+            [T, P, H, D].
+        """
         d, attention = h.shape[-1], self._block.attn
         rows = slice(parts.start * d, parts.stop * d)
         bias = None if attention.in_proj_bias is None else attention.in_proj_bias[rows]
@@ -142,9 +164,17 @@ class Block:
         return out
 
     def finish(self, x: Tensor, attended: Tensor, norms: Norms | None) -> Tensor:
-        """Residual rows x [T, d] and attention's output [T, H, D] to the block's output [T, d].
+        """Compute the rest of the block after attention.
 
-        Without a graph, memory is written over where it can be: new memory costs as much as the arithmetic on it.
+        Without an autograd graph it works in place where possible: allocating memory takes as long as the arithmetic.
+
+        Args:
+            x: Input rows of the block [T, d], for the residual connection.
+            attended: Output of attention [T, H, D].
+            norms: LayerNorm parameters by name, which replace the block's own.
+
+        Returns:
+            Output rows of the block [T, d].
         """
         block, graph = self._block, torch.is_grad_enabled()
         if self._custom:
@@ -155,10 +185,12 @@ class Block:
             out = block.attn.out_proj(attended.flatten(1))
         x = x + block.ls_1(out) if graph else block.ls_1(out).add_(x)
         h = self._norm("ln_2", x, norms)
-        if self._quick:  # x σ(kx) = silu(kx) / k, and both factors are absorbed by the matrix products
+        if self._quick_gelu:  # x σ(kx) = silu(kx) / k; both factors are folded into the matrix products
             up, down = block.mlp.c_fc, block.mlp.c_proj
-            h = F.silu(torch.addmm(up.bias, h, up.weight.t(), beta=QUICK, alpha=QUICK), inplace=not graph)
-            h = torch.addmm(down.bias, h, down.weight.t(), alpha=1 / QUICK)
+            h = F.silu(
+                torch.addmm(up.bias, h, up.weight.t(), beta=QUICK_GELU_SCALE, alpha=QUICK_GELU_SCALE), inplace=not graph
+            )
+            h = torch.addmm(down.bias, h, down.weight.t(), alpha=1 / QUICK_GELU_SCALE)
         elif self._gelu and not graph:
             h = block.mlp.c_fc(h)
             h = block.mlp.c_proj(torch.ops.aten.gelu_(h, approximate=block.mlp.gelu.approximate))
@@ -176,17 +208,20 @@ def run_blocks(
     norms: Norms | None = None,
     observer: Observer | None = None,
 ) -> Tensor:
-    """Packed rows [T, d] through all blocks: [T, d], or the rows [N, d] that `attention` selects.
+    """Run packed rows through all blocks.
 
-    In the last block only the selected rows are queries: the others' outputs would be thrown away.
+    In the last block only the rows that `attention` selects are queries, because no other output is read.
 
     Args:
-        blocks: The tower's blocks.
-        x: The rows that enter the first block.
-        attention: How the rows attend to each other.
-        insert: Puts the prompts of each layer in place.
-        norms: LayerNorm parameters by name, in place of the tower's own.
-        observer: Is given the index and the input rows of each block.
+        blocks: The blocks of the tower.
+        x: Input rows of the first block [T, d].
+        attention: Attention of the rows to each other.
+        insert: Called with the index and the rows of each block; returns the rows with the layer's prompts inserted.
+        norms: LayerNorm parameters by name, which replace the tower's own.
+        observer: Called with the index and the input rows of each block.
+
+    Returns:
+        Output rows [T, d], or [N, d] if `attention` selects N rows.
     """
     for layer, block in enumerate(blocks):
         if insert is not None:

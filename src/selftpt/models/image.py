@@ -1,9 +1,9 @@
 """The image tower: preprocessed images to features.
 
-A ViT of open_clip runs through the block loop of `selftpt.models.blocks`; in its last block only the class token is a
-query. Any other tower runs open_clip's own forward pass. Towers with batch normalisation, which are those that convolve
-throughout, have it folded into their convolutions and their channels last in memory on a CPU, where both were measured
-to be faster (`benchmarks/embedded.py`).
+open_clip's ViTs run through the block loop of `selftpt.models.blocks`; if the CLS token is pooled, only the CLS
+position is a query in the last block. Other towers run open_clip's own forward pass. On a CPU, convolutional towers
+have their batch normalisation folded into the convolutions and use the channels-last memory format; both are faster
+there (`benchmarks/embedded.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from selftpt.errors import SelfTPTError
-from selftpt.models.blocks import Block, LayerPrompts, Norms, Observer, check_layers, is_known, run_blocks
+from selftpt.models.blocks import Block, LayerPrompts, Norms, Observer, check_prompt_shape, is_supported, run_blocks
 
 
 class FullAttention:
-    """Attention in which every row of a sequence of `length` rows sees the first `keys` rows.
+    """Attention of every row of a sequence to the first `keys` rows of the sequence.
 
     Args:
-        length: Rows of a sequence.
-        keys: How many of them are attended to.
-        selected: The rows that are read after the last block, or None for all.
-        mask: Boolean (True where a row attends) or additive, broadcast to [B, H, length, keys].
+        length: Number of rows per sequence, L.
+        keys: Number K of rows at the start of each sequence that are attended to.
+        selected: The rows of each sequence that are read after the last block; None reads all rows.
+        mask: Attention mask that broadcasts to [B, H, L, K]: boolean (True where a row attends) or additive.
     """
 
     def __init__(self, length: int, keys: int, selected: slice | None, mask: Tensor | None) -> None:
@@ -56,21 +56,24 @@ class FullAttention:
 
 
 class ImageTower(nn.Module):
-    """The image half of an open_clip model.
+    """Image tower of an open_clip model.
 
     Args:
         visual: The `visual` module of an open_clip model.
 
     Attributes:
-        runs_blocks: Whether the tower runs through the block loop, and thus takes prompts, tuned LayerNorms, an
+        runs_blocks: Whether the tower runs through the block loop, and therefore accepts prompts, tuned LayerNorms, an
             attention mask and an observer.
+        layout: Memory format of the input of a tower that does not run through the block loop.
     """
 
     def __init__(self, visual: Any) -> None:
         super().__init__()
         self.visual: Any = visual
         self.layout = torch.contiguous_format
-        self.runs_blocks = isinstance(visual, VisionTransformer) and all(map(is_known, visual.transformer.resblocks))
+        self.runs_blocks = isinstance(visual, VisionTransformer) and all(
+            map(is_supported, visual.transformer.resblocks)
+        )
         self._blocks: list[Block] = []
         self._class_token_only = False
         if self.runs_blocks:
@@ -79,16 +82,19 @@ class ImageTower(nn.Module):
             self._class_token_only = visual.pool_type == "tok" and visual.attn_pool is None
         on_cpu = next(visual.parameters()).device.type == "cpu"
         if on_cpu and any(isinstance(module, nn.BatchNorm2d) for module in visual.modules()):
-            self.visual, self.layout = fold(visual).to(memory_format=torch.channels_last), torch.channels_last
+            self.visual, self.layout = (
+                fold_batch_norm(visual).to(memory_format=torch.channels_last),
+                torch.channels_last,
+            )
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision in which the tower computes."""
+        """Precision of the weights."""
         dtype: torch.dtype = next(self.visual.parameters()).dtype
         return dtype
 
     def norms(self) -> dict[str, Tensor]:
-        """The parameters of the LayerNorms that `forward` takes others for, by name: two in each block."""
+        """Return the LayerNorm parameters that `forward` can replace, by name: those of two LayerNorms per block."""
         return {name: tensor for block in self._blocks for name, tensor in block.norms().items()}
 
     def forward(
@@ -100,24 +106,29 @@ class ImageTower(nn.Module):
         mask: Tensor | None = None,
         observer: Observer | None = None,
     ) -> Tensor:
-        """Preprocessed images to features.
+        """Encode preprocessed images.
 
         Args:
-            pixels: [B, 3, S, S], normalised, in the tower's precision.
-            prompts: n prompt rows per layer.
-            norms: LayerNorm parameters by the names of `norms()`, in place of the tower's own.
-            mask: Attention mask, broadcast to [B, H, L + n, L + n] for L tokens: boolean (True where a row attends) or
-                additive. Read-only prompts are no columns of it.
-            observer: Is given the index and the input [B, L + n, d] of each block.
+            pixels: Normalised pixels [B, 3, S, S] in the tower's precision.
+            prompts: n prompt vectors per layer.
+            norms: LayerNorm parameters under the names of `norms()`, which replace the tower's own.
+            mask: Attention mask that broadcasts to [B, H, L + n, L + n] for L tokens: boolean (True where a row
+                attends) or additive. It has no columns for read-only prompts.
+            observer: Called with the index and the input [B, L + n, d] of each block.
 
         Returns:
-            Features [B, D]; [B, n, D] if the prompts are read-only.
+            Features [B, D], not normalised; [B, n, D] if the prompts are read-only.
+
+        Raises:
+            SelfTPTError: The tower does not support an argument, or the prompts have the wrong shape.
         """
         if not self.runs_blocks:
             if not (prompts is None and norms is None and mask is None and observer is None):
-                raise SelfTPTError("this image tower is not a ViT of open_clip: it takes no prompts per layer")
+                raise SelfTPTError(
+                    "this image tower does not support prompts per layer: choose a model with a ViT of open_clip"
+                )
             features = self.visual(pixels.contiguous(memory_format=self.layout))
-            pooled: Tensor = features[0] if isinstance(features, tuple) else features  # some return their tokens, too
+            pooled: Tensor = features[0] if isinstance(features, tuple) else features  # some towers also return tokens
             return pooled
         visual = self.visual
         x: Tensor = visual._embeds(pixels)
@@ -126,13 +137,16 @@ class ImageTower(nn.Module):
         if prompts is not None:
             vectors = prompts.vectors.to(x.dtype)
             count = vectors.shape[1]
-            check_layers(vectors, len(self._blocks), x.shape[-1])
-            # ln_pre normalises each row on its own: that of the patches has been done by _embeds
+            check_prompt_shape(vectors, len(self._blocks), x.shape[-1])
+            # _embeds has applied ln_pre to the patch tokens; ln_pre treats each row separately.
             x = torch.cat([x, visual.ln_pre(vectors[0]).expand(x.shape[0], -1, -1)], 1)
             keys = length if prompts.read_only else length + count
             if prompts.read_only:
                 if visual.attn_pool is not None:
-                    raise SelfTPTError("read-only prompts need an image tower without attentional pooling")
+                    raise SelfTPTError(
+                        "this image tower pools with attention and does not support read-only prompts: "
+                        "choose a model without attentional pooling"
+                    )
                 selected = slice(length, length + count)
 
             def insert(layer: int, rows: Tensor) -> Tensor:
@@ -161,14 +175,19 @@ class ImageTower(nn.Module):
         return pooled if visual.proj is None else pooled @ visual.proj
 
 
-def fold(visual: Any) -> Any:
-    """A copy of a frozen tower whose convolutions do the work of the batch normalisation behind them.
+def fold_batch_norm(visual: Any) -> Any:
+    """Fold batch normalisation into the convolutions before it.
 
-    Which convolution feeds which normalisation is observed on one image. The tower itself is returned, unchanged, if
-    the copy does not compute the same features.
+    The pairs of convolution and normalisation are found by a forward pass of one random image.
+
+    Args:
+        visual: The `visual` module of an open_clip model, which is not changed.
+
+    Returns:
+        A copy with folded weights; `visual` itself if the copy does not compute the same features.
     """
     precision = next(visual.parameters()).dtype
-    folded = copy.deepcopy(visual).float()  # in which the two are compared, whatever the tower's precision
+    folded = copy.deepcopy(visual).float()  # the copy is checked in fp32, whatever the precision of the tower
     parents = {module: (parent, name) for parent in folded.modules() for name, module in parent.named_children()}
     outputs: dict[nn.Module, Tensor] = {}
     pairs: list[tuple[Any, Any]] = []
@@ -184,11 +203,11 @@ def fold(visual: Any) -> Any:
     size = visual.image_size if isinstance(visual.image_size, tuple) else (visual.image_size, visual.image_size)
     image = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = folded(image)
+        expected = folded(image)
         for hook in hooks:
             hook.remove()
         for convolution, norm in pairs:
             setattr(*parents[convolution], fuse_conv_bn_eval(convolution, norm))
-            setattr(*parents[norm], nn.Sequential(*norm.children()))  # timm has the activation in there
-        same = torch.allclose(folded(image), wanted, rtol=0, atol=1e-4 * wanted.abs().max())
+            setattr(*parents[norm], nn.Sequential(*norm.children()))  # timm's norms contain the activation
+        same = torch.allclose(folded(image), expected, rtol=0, atol=1e-4 * expected.abs().max())
     return folded.to(precision) if same else visual

@@ -79,7 +79,7 @@ class Model:
         self.text = TextTower(clip, Tokenizer(tokenizer, tokenizer.context_length))
         self.image = ImageTower(clip.visual)
         self.scale = float(clip.logit_scale.exp())
-        self.preprocess = Preprocess.of(clip.visual.preprocess_cfg)
+        self.preprocess = Preprocess.from_config(clip.visual.preprocess_cfg)
         self.encoded = 0
         self._tokenizer = tokenizer
 
@@ -160,7 +160,7 @@ class Model:
             raise SelfTPTError("texts must be a sequence of str")
         if not texts:
             return torch.empty(0, self.dimension, device=self.device)
-        sentences = [self.text.tokenizer.fitting(text) for text in texts]
+        sentences = [self.text.tokenizer.encode_sentence(text) for text in texts]
         chunk = TEXT_CHUNK if prompts is None else None  # without prompts there is no graph
         features = encode_sentences(self.text, sentences, chunk, _to(prompts, self.device)).float()
         return F.normalize(features, dim=-1) if normalize else features

@@ -1,7 +1,7 @@
 """The attributes of open_clip's modules that selftpt relies on, in one table.
 
-None of them is documented by open_clip. A test builds one instance of each class and fails when a release of
-open_clip drops an attribute, so that the change is found there and not in a wrong feature.
+open_clip documents none of them. A test builds an instance of each class and fails if the installed release of
+open_clip lacks an attribute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TEXT = ("token_embedding", "positional_embedding", "transformer", "ln_final", "
 _MODEL = ("visual", "visual.preprocess_cfg", "logit_scale")
 _BLOCK = ("ln_1", "attn", "ls_1", "ln_2", "mlp", "ls_2")
 
-# By class: which attributes are read, called or tested for. Names with a dot are attributes of submodules.
+# The attributes that selftpt reads, calls or tests for, by class. A name with a dot is an attribute of a submodule.
 USED: dict[str, tuple[str, ...]] = {
     "open_clip.CLIP": (*_MODEL, *_TEXT, "text_pool_type", "text_eos_id"),
     "open_clip.CustomTextCLIP": (*_MODEL, "text"),
@@ -58,12 +58,16 @@ USED: dict[str, tuple[str, ...]] = {
         "transformer",
     ),
 }
-# Present only in a block with cross-attention, which the block loop does not run.
+# An attribute that only blocks with cross-attention have; the block loop does not support them.
 CROSS_ATTENTION_NORM = "ln_1_kv"
 
 
 class ClipText(nn.Module):
-    """The text parts of an `open_clip.CLIP`, which stand beside its image tower, under `TextTransformer`'s names."""
+    """The text modules of an `open_clip.CLIP`, which has no `text` module, under the names of `TextTransformer`.
+
+    Args:
+        clip: The open_clip model.
+    """
 
     cls_emb = None
     attn_mask: Tensor | None
@@ -80,5 +84,5 @@ class ClipText(nn.Module):
 
 
 def text_module(clip: Any) -> Any:
-    """The text tower of an open_clip model: a `TextTransformer`, what looks like one, or an `HFTextEncoder`."""
+    """Return the text tower of an open_clip model: a `TextTransformer`, a `ClipText`, or an `HFTextEncoder`."""
     return ClipText(clip) if isinstance(clip, open_clip.CLIP) else clip.text

@@ -1,8 +1,9 @@
-"""Prompt and class names to text features, exactly, without a wasted token: the hot path.
+"""The text tower and its exact fast forward pass: prompts and class names to text features.
 
-Attention in CLIP's text tower is causal and only the end-of-text position is pooled. So what stands after that
-position is never computed, what all classes begin with is computed once for all of them, and what does not depend on
-the prompt is computed once for all steps. The result equals the forward pass over every position.
+Attention in CLIP's text tower is causal and only the end-of-text (EOT) position is pooled. The fast forward pass
+therefore skips the positions after EOT, computes the prefix that all classes share once, and computes the tokens that
+do not depend on the prompt once for all optimisation steps. Features and gradients equal those of the forward pass
+over every position.
 """
 
 from __future__ import annotations
@@ -22,29 +23,31 @@ from torch.overrides import TorchFunctionMode
 
 from selftpt.config import VIEWS, View
 from selftpt.errors import SelfTPTError
-from selftpt.models.blocks import Block, Insert, LayerPrompts, Observer, check_layers, is_known, run_blocks
+from selftpt.models.blocks import Block, Insert, LayerPrompts, Observer, check_prompt_shape, is_supported, run_blocks
 from selftpt.models.open_clip_api import text_module
 from selftpt.models.tokenizer import ClassTokens, Tokenizer, end_ids
 
-WIDE = 64  # sentences of one packed forward pass without a graph, at least: it needs little memory for each
-KeyValue = tuple[Tensor, Tensor]  # of one layer, each [H, 1 or n, rows, D]
-TokenIds = Sequence[int]  # without start, end and padding; -1 - k stands for the k-th prompt vector
+NO_GRAPH_CHUNK = 64  # minimum number of sentences per packed forward pass when no autograd graph is kept
+KeyValue = tuple[Tensor, Tensor]  # keys and values of one layer, each [H, 1 or n, rows, D]
+TokenIds = Sequence[int]  # without start, end and padding tokens; the id -1 - k is a slot for the k-th prompt vector
 
 
 def before_name(view: View, length: int) -> int:
-    """How many of `length` prompt vectors stand before the class name (Eq. 7; the middle of an odd M is M // 2)."""
+    """Return how many of the `length` prompt vectors precede the class name (Eq. 7); the middle view has M // 2."""
     return {"end": length, "front": 0, "middle": length // 2}[view]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` sequences of `size` rows each in a packed tensor. A row attends to what is before it and to itself.
+    """Consecutive sequences of equal length in a packed tensor, with causal attention within each sequence.
 
     Attributes:
-        past: Keys and values of constant rows that stand before the sequences, one pair per layer.
-        prefix: How many rows of the first segment stand between `past` and the sequences.
-        outputs: How many rows at the end of each sequence are read after the last block.
-        read_only: Whether the rows attend to `past` alone.
+        count: Number of sequences, n.
+        size: Number of rows per sequence, S.
+        past: Keys and values of the constant rows that precede the sequences, one pair per layer.
+        prefix: Number of rows of the first segment (the shared prefix) between `past` and the sequences.
+        outputs: Number of rows at the end of each sequence whose output is read after the last block.
+        read_only: Whether the rows attend to `past` only, and not to each other or themselves.
     """
 
     count: int
@@ -56,12 +59,13 @@ class Segment:
 
 
 class PackedAttention:
-    """Causal attention of packed sequences.
+    """Causal attention within packed sequences.
 
     Args:
         segments: The sequences, in the order of the rows. The first segment holds the shared prefix.
-        ends: The rows that are read after the last block, in order; none are in the first segment.
-        kept: Is filled with all keys and values of the first segment, its past's included, one pair per layer.
+        ends: Indices of the rows that are read after the last block, in ascending order, none of them in the first
+            segment. None reads all rows.
+        kept: A list to which the keys and values of the first segment and its past are appended, one pair per layer.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class PackedAttention:
 
     def __call__(self, layer: int, projected: Tensor, queries: Tensor | None) -> Tensor:
         selected: list[Tensor | None] = [None] * len(self._segments)
-        if queries is not None:  # the shared prefix has none
+        if queries is not None:  # no row of the shared prefix is a query
             selected[1:] = queries[:, 0].split(self._outputs)
         out = []
         shared: KeyValue | None = None
@@ -103,42 +107,51 @@ class PackedAttention:
 
 
 def _append(past: Tensor, new: Tensor) -> Tensor:
-    """Keys or values [H, n, rows, D] after those of the past, which all n may share."""
+    """Append keys or values [H, n, rows, D] to those of the past, [H, 1 or n, rows, D]."""
     return torch.cat([past.expand(-1, new.shape[1], -1, -1), new], 2)
 
 
 def _attend(q: Tensor, before: KeyValue, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of n sequences to what is before them and, causally, to themselves: [n * queries, H, D].
+    """Compute attention of n sequences to the rows before them and, causally, to themselves.
 
-    Written out because the fused kernels have no second derivative; at these lengths it is as fast.
+    It uses matrix products because the fused kernels have no second derivative; at these lengths it is as fast.
 
     Args:
-        q: [H, n, queries, D], of the last rows of each sequence.
-        before: Keys and values [H, n, c, D], or [H, 1, c, D] that all sequences share: those are never repeated.
-        k: [H, n, S, D].
-        v: [H, n, S, D].
+        q: Queries of the last Q rows of each sequence, [H, n, Q, D].
+        before: Keys and values of the rows before the sequences, [H, n, c, D], or [H, 1, c, D] if all sequences share
+            them; shared ones are not repeated in memory.
+        k: Keys [H, n, S, D].
+        v: Values [H, n, S, D].
+
+    Returns:
+        [n * Q, H, D].
     """
-    heads, n, asking, width = q.shape
+    heads, n, num_queries, width = q.shape
     old, new = before[0].shape[2], k.shape[2]
-    groups = (heads * n, asking) if before[0].shape[1] == n else (heads, n * asking)
-    # contiguous, so that what is kept for the backward pass is never a view that keeps all rows
+    groups = (heads * n, num_queries) if before[0].shape[1] == n else (heads, n * num_queries)
+    # Contiguous copies, because a view saved for the backward pass would keep the memory of all rows.
     q, k, v = (t.reshape(heads * n, t.shape[2], width).contiguous() for t in (q, k, v))
     rows = q.view(*groups, width)
     before_k, before_v = (t.reshape(groups[0], old, width) for t in before)
-    ahead = torch.full((asking, new), float("-inf"), dtype=q.dtype, device=q.device).triu(new - asking + 1)
-    first = torch.bmm(rows, before_k.transpose(1, 2)).view(heads * n, asking, old)
-    scores = torch.cat([first, torch.bmm(q, k.transpose(1, 2)) + ahead], -1) * width**-0.5
+    mask = torch.full((num_queries, new), float("-inf"), dtype=q.dtype, device=q.device).triu(new - num_queries + 1)
+    scores_before = torch.bmm(rows, before_k.transpose(1, 2)).view(heads * n, num_queries, old)
+    scores = torch.cat([scores_before, torch.bmm(q, k.transpose(1, 2)) + mask], -1) * width**-0.5
     to_old, to_new = scores.softmax(-1).split([old, new], -1)
-    out = torch.bmm(to_old.reshape(*groups, old), before_v).view(heads * n, asking, width) + torch.bmm(to_new, v)
-    return out.view(heads, n, asking, width).permute(1, 2, 0, 3).flatten(0, 1)
+    out = torch.bmm(to_old.reshape(*groups, old), before_v).view(heads * n, num_queries, width) + torch.bmm(to_new, v)
+    return out.view(heads, n, num_queries, width).permute(1, 2, 0, 3).flatten(0, 1)
 
 
 class TextTower(nn.Module):
-    """The text half of an open_clip model.
+    """Text tower of an open_clip model.
+
+    Args:
+        clip: The open_clip model.
+        tokenizer: Its tokenizer.
 
     Attributes:
-        supports_packed: Whether attention is causal and the end-of-text position is pooled, so that
-            `PackedTextForward` computes what the tower computes.
+        supports_packed: Whether attention is causal and the EOT position is pooled, so that `PackedTextForward`
+            computes the same features as the tower.
+        start: Keys and values of the start token, one pair per layer; only if `supports_packed`.
     """
 
     def __init__(self, clip: Any, tokenizer: Tokenizer) -> None:
@@ -146,7 +159,7 @@ class TextTower(nn.Module):
         self.tokenizer = tokenizer
         self.encoder: Any = text_module(clip)
         self._is_hf = isinstance(self.encoder, HFTextEncoder)
-        self.supports_packed = self._is_causal() and self._pools_end()
+        self.supports_packed = self._is_causal() and self._pools_eot()
         if self.supports_packed:
             blocks = enumerate(self.encoder.transformer.resblocks)
             self._blocks = [Block(block, f"transformer.resblocks.{i}") for i, block in blocks]
@@ -157,21 +170,23 @@ class TextTower(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """The token embedding."""
+        """Token embedding, with weights [vocabulary, d]."""
         encoder = self.encoder
         return encoder.transformer.get_input_embeddings() if self._is_hf else encoder.token_embedding  # type: ignore[no-any-return]
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return self.embedding.weight.device
 
     @property
     def width(self) -> int:
+        """Width d of the hidden states."""
         return self.embedding.weight.shape[1]
 
     @property
     def layers(self) -> int:
-        """How many layers prompts may have."""
+        """Maximum number of layers of `LayerPrompts`: the number of blocks, or 1 for a Hugging Face encoder."""
         return 1 if self._is_hf else len(self.encoder.transformer.resblocks)
 
     def _is_causal(self) -> bool:
@@ -179,25 +194,28 @@ class TextTower(nn.Module):
         if self._is_hf or encoder.attn_mask is None or encoder.cls_emb is not None:
             return False
         causal = torch.full_like(encoder.attn_mask, float("-inf")).triu(1)
-        return all(map(is_known, encoder.transformer.resblocks)) and torch.equal(encoder.attn_mask, causal)
+        return all(map(is_supported, encoder.transformer.resblocks)) and torch.equal(encoder.attn_mask, causal)
 
-    def _pools_end(self) -> bool:
+    def _pools_eot(self) -> bool:
         if self.encoder.pool_type == "argmax":
             return self.tokenizer.end == (self.embedding.num_embeddings - 1,)
         return self.encoder.pool_type == "eos" and self.tokenizer.end == (self.encoder.eos_id,)
 
-    def words(self, text: str) -> Tensor:
-        """The embeddings of the words of `text`: [tokens, d]."""
+    def embed_words(self, text: str) -> Tensor:
+        """Return the token embeddings [tokens, d] of `text`, without start, end and padding tokens."""
         ids = torch.tensor(self.tokenizer.encode(text), dtype=torch.long, device=self.device)
         return self.embedding.weight[ids].detach()
 
     def forward(self, ids: Tensor, insert: Insert | None = None) -> Tensor:
-        """Token ids [N, context], as the tokenizer of open_clip makes them, to features [N, D], over every position.
+        """Encode token ids over every position, with open_clip's own modules.
 
         Args:
-            ids: Token ids with start, end and padding.
-            insert: Puts prompts into the rows [N * rows, d] that enter each block. In an encoder of transformers only
-                layer 0 is within reach, and its positional embedding is not yet in it.
+            ids: Token ids [N, context_length] with start, end and padding, as open_clip's tokenizer returns them.
+            insert: Called before each block to insert prompts into its input rows [N * L, d]. For a Hugging Face
+                encoder it is called only for layer 0, before the positional embedding is added.
+
+        Returns:
+            Features [N, D], not normalised.
         """
         with MathAttention() if torch.is_grad_enabled() else contextlib.nullcontext():
             return self._encode_hf(ids, insert) if self._is_hf else self._encode(ids, insert)
@@ -225,7 +243,16 @@ class TextTower(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def constants(self, ids: Tensor, position: int, past: list[KeyValue]) -> list[KeyValue]:
-        """Keys and values of `past` and of the token ids [n, S] that follow it, one pair per layer."""
+        """Compute the keys and values of tokens that do not depend on a prompt.
+
+        Args:
+            ids: Token ids [n, S].
+            position: Position of the first of the S tokens in the sentence.
+            past: Keys and values of the tokens before them, one pair per layer.
+
+        Returns:
+            Keys and values of the past and of the tokens, one pair per layer.
+        """
         positions = self.encoder.positional_embedding[position : position + ids.shape[1]]
         x = (self.embedding.weight[ids] + positions).flatten(0, 1)
         kept: list[KeyValue] = []
@@ -240,12 +267,31 @@ class TextTower(nn.Module):
         insert: Insert | None,
         observer: Observer | None,
     ) -> Tensor:
-        """Packed rows [T, d] to the features [N, D] of the rows `ends` [N]."""
+        """Run packed rows through all blocks; requires `supports_packed`.
+
+        Args:
+            x: Packed rows [T, d].
+            segments: The sequences that the rows belong to.
+            ends: Indices [N] of the rows that are pooled.
+            insert: Called before each block to insert prompts into its input rows [T, d].
+            observer: Called with the index and the input rows [T, d] of each block.
+
+        Returns:
+            Features [N, D] of the rows `ends`, not normalised.
+        """
         attention = PackedAttention(segments, ends)
         return self.pool(run_blocks(self._blocks, x, attention, insert=insert, observer=observer))
 
     def pool(self, x: Tensor, select: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-        """Rows [..., d] after the last block to features [..., D], of the rows that are selected."""
+        """Apply the final LayerNorm, select rows, and project them.
+
+        Args:
+            x: Rows [..., d] after the last block.
+            select: Selects the rows to project; by default all.
+
+        Returns:
+            Features [..., D], not normalised.
+        """
         x = select(self.encoder.ln_final(x))
         projection = self.encoder.text_projection
         if projection is not None:
@@ -254,9 +300,10 @@ class TextTower(nn.Module):
 
 
 class MathAttention(TorchFunctionMode):
-    """Attention by matrix products, in this thread alone: the fused kernels have no second derivative.
+    """Context manager in which the current thread computes attention with matrix products.
 
-    `torch.nn.attention.sdpa_kernel` is no alternative, for it changes flags that all threads share.
+    The fused kernels have no second derivative. `torch.nn.attention.sdpa_kernel` would change flags that all threads
+    share.
     """
 
     def __torch_function__(
@@ -267,28 +314,29 @@ class MathAttention(TorchFunctionMode):
             kwargs = {**kwargs, "need_weights": True, "average_attn_weights": False}
             return func(*args, **kwargs)[0], None
         if func is F.scaled_dot_product_attention:
-            return _attention_by_products(*args, **kwargs)
+            return _math_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _attention_by_products(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **rest: Any) -> Tensor:
-    """What `F.scaled_dot_product_attention` computes."""
+def _math_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **rest: Any) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` with its twice differentiable "math" implementation."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, attn_mask, **rest)[0]  # type: ignore[no-any-return]
 
 
 class PackedTextForward:
-    """Text features of some sentences by the shortest exact computation, for a tower with `supports_packed`.
+    """Exact fast text forward pass, for a tower with `supports_packed`.
 
-    Shared prefixes run once, nothing is padded, and only the end-of-text position is a query in the last block.
+    The common prefix of the sentences runs once with batch size 1, no position is padded, the positions after EOT are
+    skipped, and only the EOT position is a query in the last block.
 
     Args:
         tower: The text tower.
-        groups: For each of V groups, such as the views of a class list, the token ids of n sentences. All sentences of
-            a group share their longest common prefix, and all groups share it as far as they agree.
-        keep_constants: Keep the keys and values of what stands before the first prompt vector of a sentence, which no
-            prompt changes. They need memory for each sentence.
+        groups: Token ids of n sentences for each of V groups, such as the views of a class list. The sentences of a
+            group share their longest common prefix; groups share as much of it as they have in common.
+        keep_constants: Whether to compute the tokens before the first prompt vector only once and keep their keys and
+            values, which no prompt changes. This needs memory for each sentence.
     """
 
     @torch.inference_mode(False)
@@ -322,12 +370,18 @@ class PackedTextForward:
         self.ends, self.inverse = _ends(self.segments).to(device), torch.cat(order).argsort().to(device)
 
     def __call__(self, prompt: Tensor, observer: Observer | None = None) -> Tensor:
-        """Prompt [M, d], or [J, M, d] for the first J layers, to features [V, n, D].
+        """Encode the sentences with a prompt.
 
-        The observer is given the packed rows [T, d] of each layer, those of the shared prefix first.
+        Args:
+            prompt: Prompt vectors [M, d], or [J, M, d] for the first J layers.
+            observer: Called with the index and the packed input rows [T, d] of each block; the rows of the shared
+                prefix come first.
+
+        Returns:
+            Features [V, n, D], not normalised.
         """
         vectors = prompt if prompt.ndim == 3 else prompt[None]
-        check_layers(vectors, self.tower.layers, self.tower.width)
+        check_prompt_shape(vectors, self.tower.layers, self.tower.width)
         x = self.tower.embedding.weight[self.ids].index_fill(0, self.prompt_rows, 0.0)
         x = x + self.tower.encoder.positional_embedding[self.positions]
         x = x.index_add(0, self.prompt_rows, vectors[0][self.prompt_index])
@@ -342,9 +396,14 @@ class PackedTextForward:
 
 
 class ReadOnlyTextForward:
-    """Features of n prompt rows after the end-of-text token of each sentence, which read it and change nothing in it.
+    """Forward pass of read-only prompts after the EOT token of each sentence, for a tower with `supports_packed`.
 
-    The sentences' keys and values are constants, and the prompts are mere queries. For a tower with `supports_packed`.
+    The prompt rows attend to the sentence, which does not attend to them: its keys and values are computed only once.
+
+    Args:
+        tower: The text tower.
+        sentences: Token ids of N sentences.
+        count: Number n of prompt rows per sentence.
     """
 
     @torch.inference_mode(False)
@@ -363,7 +422,15 @@ class ReadOnlyTextForward:
         self.inverse = torch.tensor(order, device=tower.device).argsort()
 
     def __call__(self, vectors: Tensor, observer: Observer | None = None) -> Tensor:
-        """Vectors [J, n, d] of the first J layers to features [sentences, n, D]."""
+        """Encode the prompt rows.
+
+        Args:
+            vectors: Prompt vectors [J, n, d] of the first J layers.
+            observer: Called with the index and the packed input rows [N * n, d] of each block.
+
+        Returns:
+            Features [N, n, D] of the prompt rows, not normalised.
+        """
         repeats = len(self.inverse)
 
         def insert(layer: int, rows: Tensor) -> Tensor:
@@ -376,29 +443,37 @@ class ReadOnlyTextForward:
 
 
 class ReferenceTextForward:
-    """Text features by open_clip's own modules over every position: for the towers that are not causal.
+    """Text forward pass over every position with open_clip's own modules, for towers without `supports_packed`.
 
     Args:
         tower: The text tower.
-        groups: For each of V groups, the token ids of n sentences.
+        groups: Token ids of n sentences for each of V groups.
     """
 
     @torch.inference_mode(False)
     def __init__(self, tower: TextTower, groups: Sequence[Sequence[TokenIds]]) -> None:
         self.tower = tower
         self.shape = (len(groups), len(groups[0]))
-        ids = torch.tensor([tower.tokenizer.sentence(sentence) for group in groups for sentence in group])
+        ids = torch.tensor([tower.tokenizer.add_special_tokens(sentence) for group in groups for sentence in group])
         ids = ids.to(tower.device)
         extra = 0 if tower._is_hf or tower.encoder.cls_emb is None else 1  # CoCa appends a class token to the rows
         sentence, self.positions = (ids < 0).nonzero(as_tuple=True)
         self.rows = sentence * (ids.shape[1] + extra) + self.positions
         self.index = -1 - ids[ids < 0]
-        self.ids = ids.where(ids >= 0, tower.tokenizer.encode("photo")[0])  # neither padding nor an end
+        # A placeholder id for prompt slots, which must be neither padding nor EOT.
+        self.ids = ids.where(ids >= 0, tower.tokenizer.encode("photo")[0])
 
     def __call__(self, prompt: Tensor) -> Tensor:
-        """Prompt [M, d], or [J, M, d] for the first J layers, to features [V, n, D]."""
+        """Encode the sentences with a prompt.
+
+        Args:
+            prompt: Prompt vectors [M, d], or [J, M, d] for the first J layers.
+
+        Returns:
+            Features [V, n, D], not normalised.
+        """
         vectors = prompt if prompt.ndim == 3 else prompt[None]
-        check_layers(vectors, self.tower.layers, self.tower.width)
+        check_prompt_shape(vectors, self.tower.layers, self.tower.width)
 
         def insert(layer: int, rows: Tensor) -> Tensor:
             if layer >= len(vectors):
@@ -413,16 +488,14 @@ class ReferenceTextForward:
 
 
 def _common_prefix(sentences: Sequence[TokenIds]) -> TokenIds:
-    """The longest prefix that all have."""
-    low, high = (
-        min(map(tuple, sentences)),
-        max(map(tuple, sentences)),
-    )  # in the order of lists: what they share, all share
+    """Return the longest common prefix of all sentences."""
+    # It is the common prefix of the first and the last sentence in lexicographic order.
+    low, high = min(map(tuple, sentences)), max(map(tuple, sentences))
     return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(low, high, strict=False))]
 
 
 def _before_prompt(sentence: TokenIds) -> int:
-    """How many tokens stand before the first prompt vector; none if there is no prompt vector."""
+    """Return the number of tokens before the first prompt vector; 0 if there is no prompt vector."""
     return next((i for i, token in enumerate(sentence) if token < 0), 0)
 
 
@@ -431,7 +504,7 @@ def _has_constants(group: Sequence[TokenIds]) -> bool:
 
 
 def _ends(segments: Sequence[Segment]) -> Tensor:
-    """The last row of every sequence but the first segment's."""
+    """Return the index of the last row of each sequence, without the first segment."""
     sizes = torch.tensor([segment.size for segment in segments[1:]])
     counts = torch.tensor([segment.count for segment in segments[1:]])
     return segments[0].size + sizes.repeat_interleave(counts).cumsum(0) - 1
@@ -440,7 +513,13 @@ def _ends(segments: Sequence[Segment]) -> Tensor:
 def text_forward(
     tower: TextTower, groups: Sequence[Sequence[TokenIds]], keep_constants: bool = False
 ) -> PackedTextForward | ReferenceTextForward:
-    """The fastest forward pass that computes what the tower computes; see `PackedTextForward` for the arguments."""
+    """Return the fastest exact forward pass of a tower.
+
+    Args:
+        tower: The text tower.
+        groups: Token ids of n sentences for each of V groups.
+        keep_constants: See `PackedTextForward`; ignored by `ReferenceTextForward`.
+    """
     if tower.supports_packed:
         return PackedTextForward(tower, groups, keep_constants)
     return ReferenceTextForward(tower, groups)
@@ -452,24 +531,28 @@ def encode_sentences(
     chunk: int | None = None,
     prompts: LayerPrompts | None = None,
 ) -> Tensor:
-    """Features of sentences.
+    """Encode sentences, optionally with prompts per layer.
 
     Args:
         tower: The text tower.
-        sentences: Token ids of N sentences, without start, end and padding. A common prefix is found and shared.
-        chunk: At most so many sentences run at once.
-        prompts: n prompt vectors per layer, in place of the first n tokens of each sentence; read-only ones stand
-            after the end-of-text token.
+        sentences: Token ids of N sentences, without start, end and padding tokens.
+        chunk: Maximum number of sentences per forward pass; None is no limit. Without an autograd graph, a packed
+            forward pass takes at least `NO_GRAPH_CHUNK` sentences.
+        prompts: n prompt vectors per layer, which replace the first n tokens of each sentence; read-only prompts are
+            appended after the EOT token.
 
     Returns:
-        [N, D]; [N, n, D] if the prompts are read-only.
+        Features [N, D], not normalised; [N, n, D] if the prompts are read-only.
+
+    Raises:
+        SelfTPTError: The prompts do not fit the tower or are longer than a sentence.
     """
     count = 0 if prompts is None else prompts.vectors.shape[1]
     read_only = prompts is not None and prompts.read_only
     vectors = tower.embedding.weight.new_empty(1, 0, tower.width) if prompts is None else prompts.vectors
-    check_layers(vectors, tower.layers, tower.width)
+    check_prompt_shape(vectors, tower.layers, tower.width)
     if read_only and not tower.supports_packed:
-        raise SelfTPTError("read-only prompts need a causal text tower that pools the end-of-text token, as CLIP's")
+        raise SelfTPTError("read-only prompts need a causal text tower that pools the end-of-text token, like CLIP's")
     if count and not read_only:
         if min(map(len, sentences)) < count:
             raise SelfTPTError(f"{count} prompt vectors need sentences of at least {count} tokens to replace")
@@ -478,7 +561,7 @@ def encode_sentences(
     by_size = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
     size = chunk or len(sentences)
     if tower.supports_packed and not (torch.is_grad_enabled() and vectors.requires_grad):
-        size = max(size, WIDE)
+        size = max(size, NO_GRAPH_CHUNK)
     features = []
     for begin in range(0, len(sentences), size):
         some = [sentences[i] for i in by_size[begin : begin + size]]
@@ -490,12 +573,15 @@ def encode_sentences(
 
 
 def encode_pairs(tower: TextTower, prompts: Tensor, endings: Sequence[TokenIds]) -> Tensor:
-    """Features [B, D] of B sentences, each with a prompt of its own [B, M, d] before the token ids of its ending.
+    """Encode B sentences, each of which has its own prompt.
 
     Args:
         tower: The text tower.
-        prompts: [B, M, d].
-        endings: What follows each prompt, as `end_ids` makes it of class names.
+        prompts: Prompt vectors [B, M, d].
+        endings: Token ids that follow each of the B prompts, such as those that `end_ids` returns.
+
+    Returns:
+        Features [B, D], not normalised.
     """
     slots = (-1 - torch.arange(prompts[..., 0].numel())).view(prompts.shape[:2]).tolist()
     sentences = [[*slot, *ending] for slot, ending in zip(slots, endings, strict=True)]
@@ -504,36 +590,48 @@ def encode_pairs(tower: TextTower, prompts: Tensor, endings: Sequence[TokenIds])
 
 @torch.no_grad()
 def encode_template(tower: TextTower, tokens: ClassTokens, template: str, chunk: int | None = None) -> Tensor:
-    """The features [C, D] of class names in a hand-crafted template such as "a photo of a {}." (Eq. 8).
+    """Encode class names in a hand-crafted template (Eq. 8), without an autograd graph.
 
-    Each sentence is tokenised as a whole, as CLIP does.
-    """
-    sentences = [template.replace("{}", name) for name in tokens.names]
-    return encode_sentences(tower, [tower.tokenizer.fitting(sentence) for sentence in sentences], chunk)
-
-
-class TextEncoder:
-    """The features of a class list under a prompt of `length` vectors, in some views.
-
-    In the end view a class name and what stands beside it are tokenised together, as CLIP does; in the front and the
-    middle view they are split after the name.
+    Each sentence is tokenised in one piece, as CLIP does.
 
     Args:
         tower: The text tower.
-        tokens: The class names.
-        length: M, the number of prompt vectors.
-        views: Where the prompt stands.
-        tail: What every sentence ends with.
-        chunk: At most so many classes run at once where a graph is kept. A longer list is cut into chunks of names of
-            similar length, and its derivatives (`vjp`, `hvp`) are computed chunk by chunk, so that only the features
-            themselves grow with the list.
-        infix: Words between prompt and name in the end view, such as "of a " where the prompt stands for "a photo".
+        tokens: C class names.
+        template: A template such as "a photo of a {}.".
+        chunk: Maximum number of sentences per forward pass; None is no limit.
+
+    Returns:
+        Features [C, D], not normalised.
+
+    Raises:
+        SelfTPTError: A sentence is too long for the model.
+    """
+    sentences = [template.replace("{}", name) for name in tokens.names]
+    return encode_sentences(tower, [tower.tokenizer.encode_sentence(sentence) for sentence in sentences], chunk)
+
+
+class TextEncoder:
+    """Text features of a class list as a function of the prompt, with `vjp` and `hvp` that run in chunks.
+
+    In the end view a class name is tokenised together with the text next to it, as CLIP does. In the front and middle
+    views the tokens are split after the name, because prompt vectors follow it.
+
+    Args:
+        tower: The text tower.
+        tokens: C class names.
+        length: Number M of prompt vectors.
+        views: The V views: positions of the class name relative to the prompt vectors.
+        tail: Text at the end of every sentence.
+        chunk: Maximum number of classes per forward pass with an autograd graph; None is no limit. A longer list is
+            split into chunks of names of similar length, and `vjp` and `hvp` run chunk by chunk, so that only the
+            memory of the features grows with the list.
+        infix: Text between prompt and name in the end view, such as "of a " for a prompt that replaces "a photo".
 
     Attributes:
-        unchunked: Whether all classes run at once.
-        forwards: The forward passes of the chunks.
-        wide_forwards: Forward passes of more classes at once, for use without a graph.
-        on_forward: Is called after every forward pass.
+        unchunked: Whether one forward pass encodes all classes.
+        forwards: Forward passes of the chunks.
+        no_graph_forwards: Forward passes of larger chunks, which `__call__` uses.
+        on_forward: Called without arguments after every forward pass.
     """
 
     @torch.inference_mode(False)
@@ -570,22 +668,38 @@ class TextEncoder:
 
         self.chunks = by_size.split(size)
         self.forwards = [forward(classes) for classes in self.chunks]
-        wide_enough = self.unchunked or size >= WIDE or not tower.supports_packed
-        self.wide_forwards = self.forwards if wide_enough else [forward(classes) for classes in by_size.split(WIDE)]
+        self.no_graph_forwards = self.forwards
+        if not self.unchunked and size < NO_GRAPH_CHUNK and tower.supports_packed:
+            self.no_graph_forwards = [forward(classes) for classes in by_size.split(NO_GRAPH_CHUNK)]
 
     def __call__(self, prompt: Tensor) -> Tensor:
-        """Prompt [M, d], or [J, M, d] for the first J layers, to features [V, C, D].
+        """Encode all classes.
 
-        With a graph if the prompt requires one: a large one if the list is chunked.
+        If `prompt.requires_grad`, the autograd graph of all classes is kept, whatever `chunk` is; use `vjp` and `hvp`
+        for gradients with bounded memory.
+
+        Args:
+            prompt: Prompt vectors [M, d], or [J, M, d] for the first J layers.
+
+        Returns:
+            Features [V, C, D], not normalised.
         """
         features = []
-        for forward in self.wide_forwards:
+        for forward in self.no_graph_forwards:
             features.append(forward(prompt))
             self.on_forward()
         return torch.cat(features, 1)[:, self.inverse]
 
     def vjp(self, prompt: Tensor, *cotangents: Tensor) -> list[Tensor]:
-        """Vector-Jacobian products Jᵀu for each u [V, C, D], chunk by chunk: each of the shape of the prompt."""
+        """Compute vector-Jacobian products chunk by chunk.
+
+        Args:
+            prompt: Prompt vectors [M, d], or [J, M, d] for the first J layers.
+            *cotangents: Vectors u [V, C, D].
+
+        Returns:
+            Jᵀu for each u, of the shape of the prompt, where J is the Jacobian of the features w.r.t. the prompt.
+        """
         products = [torch.zeros_like(prompt) for _ in cotangents]
         for classes, forward in zip(self.chunks, self.forwards, strict=True):
             p = prompt.detach().requires_grad_()
@@ -597,12 +711,22 @@ class TextEncoder:
         return products
 
     def hvp(self, prompt: Tensor, cotangent: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-        """The Hessian-vector product of u·f along v, Σ u·∂²f·v, and J v [V, C, D], chunk by chunk."""
-        product, moved = torch.zeros_like(prompt), torch.empty_like(cotangent)
+        """Compute a Hessian-vector product and a Jacobian-vector product chunk by chunk.
+
+        Args:
+            prompt: Prompt vectors [M, d], or [J, M, d] for the first J layers.
+            cotangent: A vector u [V, C, D].
+            direction: A vector v of the shape of the prompt.
+
+        Returns:
+            The product of v with the Hessian of u · features w.r.t. the prompt, of the shape of the prompt, and J v
+            [V, C, D], where J is the Jacobian of the features w.r.t. the prompt.
+        """
+        product, jvp = torch.zeros_like(prompt), torch.empty_like(cotangent)
         for classes, forward in zip(self.chunks, self.forwards, strict=True):
             p = prompt.detach().requires_grad_()
             u = cotangent[:, classes].detach().requires_grad_()
             (gradient,) = torch.autograd.grad(forward(p), p, u, create_graph=True)
-            along, moved[:, classes] = torch.autograd.grad((gradient * direction).sum(), [p, u])
-            product += along
-        return product, moved
+            chunk_product, jvp[:, classes] = torch.autograd.grad((gradient * direction).sum(), [p, u])
+            product += chunk_product
+        return product, jvp

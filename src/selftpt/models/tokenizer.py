@@ -1,4 +1,4 @@
-"""Class names to token ids, once: where a name ends, which names are equal, which are too long."""
+"""Class names to token ids, and the checks for empty, equal and too long names."""
 
 from __future__ import annotations
 
@@ -16,37 +16,61 @@ from selftpt.names import check_names
 
 
 class Tokenizer:
-    """An open_clip tokenizer taken apart: the ids of bare words, and what it puts around a sentence.
+    """Wrapper of an open_clip tokenizer that separates the tokens of a text from the special tokens around it.
 
-    A sentence of token ids `ids` becomes `start + ids + end`, filled up with `pad` to `context` positions.
+    The input of the text tower for the token ids `ids` is `start + ids + end`, padded with `pad` to `context` tokens.
+
+    Args:
+        tokenizer: The open_clip tokenizer.
+        context: Context length of the text tower.
+
+    Attributes:
+        start: Ids of the start token, or nothing.
+        end: Id of the end-of-text token.
+        pad: Id of the padding token.
+        special_ids: Ids that must not occur in a text.
+
+    Raises:
+        SelfTPTError: The special tokens cannot be determined.
     """
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer = tokenizer
         self.context = context
         probe = self.encode("photo")
-        whole = tokenizer(["photo"], context_length=context)[0].tolist()
-        at = next((i for i in range(len(whole)) if whole[i : i + len(probe)] == probe), None)
-        if not probe or at is None or at + len(probe) == len(whole):
-            raise SelfTPTError(f"the tokenizer {type(tokenizer).__name__} does not keep a word's tokens together")
-        rest = whole[at + len(probe) :]
-        self.start: tuple[int, ...] = tuple(whole[:at])
+        padded = tokenizer(["photo"], context_length=context)[0].tolist()
+        at = next((i for i in range(len(padded)) if padded[i : i + len(probe)] == probe), None)
+        if not probe or at is None or at + len(probe) == len(padded):
+            raise SelfTPTError(
+                f"the tokenizer {type(tokenizer).__name__} is not supported: it does not keep the tokens of a word "
+                "together; choose another model"
+            )
+        rest = padded[at + len(probe) :]
+        self.start: tuple[int, ...] = tuple(padded[:at])
         self.pad: int = rest[-1]
         self.end: tuple[int, ...] = tuple(rest[:1])
         for sentence in ("photo", "a photo of a cat"):
-            if self.sentence(self.encode(sentence)) != tokenizer([sentence], context_length=context)[0].tolist():
-                raise SelfTPTError(f"the tokenizer {type(tokenizer).__name__} frames sentences in an unknown way")
+            if (
+                self.add_special_tokens(self.encode(sentence))
+                != tokenizer([sentence], context_length=context)[0].tolist()
+            ):
+                raise SelfTPTError(
+                    f"the tokenizer {type(tokenizer).__name__} is not supported: its special tokens or its padding are "
+                    "unusual; choose another model"
+                )
         inner = getattr(tokenizer, "tokenizer", tokenizer)
-        unknown = getattr(inner, "unk_token_id", None)  # what a word it does not know becomes is no mark
-        self.marks = {*self.start, *self.end, *getattr(inner, "all_special_ids", ())} - {unknown}
+        unknown = getattr(inner, "unk_token_id", None)  # an ordinary word may become the unknown token
+        self.special_ids = {*self.start, *self.end, *getattr(inner, "all_special_ids", ())} - {unknown}
 
     def encode(self, text: str, after: str = "") -> list[int]:
-        """Token ids of `text` where it follows `after`, without start, end or padding.
+        """Return the token ids of a text, without start, end and padding tokens.
 
-        Some tokenizers write the space before a word into its token, and one before a full stop that stands alone.
+        Args:
+            text: The text.
+            after: Text before it, which matters for tokenizers whose tokens include the space before a word.
         """
-        before, whole = self._encode(after), self._encode(after + text)
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text)
+        before, both = self._encode(after), self._encode(after + text)
+        return both[len(before) :] if both[: len(before)] == before else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
         if hasattr(self._tokenizer, "encode"):
@@ -54,39 +78,41 @@ class Tokenizer:
         cleaned = self._tokenizer.clean_fn(text)
         return list(self._tokenizer.tokenizer(cleaned, add_special_tokens=False).input_ids)
 
-    def sentence(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with start, end and padding: `context` token ids."""
-        whole = [*self.start, *ids, *self.end]
-        return whole + [self.pad] * (self.context - len(whole))
+    def add_special_tokens(self, ids: Sequence[int]) -> list[int]:
+        """Return `ids` with start, end and padding tokens: `context` token ids."""
+        sentence = [*self.start, *ids, *self.end]
+        return sentence + [self.pad] * (self.context - len(sentence))
 
     @property
-    def room(self) -> int:
-        """How many token ids a sentence may have, without start and end."""
+    def max_tokens(self) -> int:
+        """Maximum number of tokens of a sentence, without start and end tokens."""
         return self.context - len(self.start) - len(self.end)
 
-    def fitting(self, sentence: str) -> list[int]:
-        """Token ids of a whole sentence.
+    def encode_sentence(self, sentence: str) -> list[int]:
+        """Return the token ids of a sentence, without start, end and padding tokens.
 
         Raises:
-            SelfTPTError: It is too long for the model, or it contains one of the tokenizer's own marks.
+            SelfTPTError: The sentence is too long for the model or contains a special token.
         """
         ids = self.encode(sentence)
-        if self.marks & set(ids):
-            raise SelfTPTError(f"the text {_shorten(sentence)!r} contains a mark that the tokenizer keeps for itself")
-        if len(ids) > self.room:
+        if self.special_ids & set(ids):
+            raise SelfTPTError(f"the text {_shorten(sentence)!r} contains a special token of the tokenizer: remove it")
+        if len(ids) > self.max_tokens:
             raise SelfTPTError(
-                f"the text {_shorten(sentence)!r} is too long: {len(ids)} tokens, and this model reads {self.room}"
+                f"the text {_shorten(sentence)!r} is too long: it has {len(ids)} tokens, and this model accepts "
+                f"{self.max_tokens}; shorten it"
             )
         return ids
 
 
 @dataclass(frozen=True)
 class ClassTokens:
-    """The class names of a task as token ids.
+    """Class names and their token ids.
 
-    names: as given, with `_` as a space and white space folded.
-    ids: the token ids of each name alone.
-    same: [C], for each class the first class whose name has the same tokens.
+    Attributes:
+        names: C class names, after `clean_name`.
+        ids: Token ids of each name on its own.
+        same: For each class, the index of the first class whose name has the same tokens, [C].
     """
 
     names: tuple[str, ...]
@@ -97,12 +123,12 @@ class ClassTokens:
         return len(self.names)
 
     @property
-    def repeated(self) -> list[str]:
-        """Names that stand more than once in the list, each once."""
+    def duplicates(self) -> list[str]:
+        """Names that occur more than once in the list, without repetitions."""
         return [self.names[i] for i, count in enumerate(self.same.bincount().tolist()) if count > 1]
 
     def subset(self, classes: Sequence[int]) -> ClassTokens:
-        """The tokens of some classes, in the order given."""
+        """Return the class names with the given indices, in that order."""
         return ClassTokens(
             tuple(self.names[i] for i in classes),
             tuple(self.ids[i] for i in classes),
@@ -111,76 +137,105 @@ class ClassTokens:
 
 
 def clean_name(name: str) -> str:
-    """`_` as a space, white space folded."""
+    """Replace underscores with spaces and collapse white space."""
     return " ".join(name.replace("_", " ").split())
 
 
-def tokenize(names: Sequence[str], tokenizer: Tokenizer, room: int) -> ClassTokens:
-    """Token ids of class names; `room` is the number of positions a name may take.
+def tokenize(names: Sequence[str], tokenizer: Tokenizer, max_tokens: int) -> ClassTokens:
+    """Tokenize class names.
 
-    Raises SelfTPTError for an empty name, one without tokens, one with the tokenizer's own marks, one too long.
+    Args:
+        names: Class names.
+        tokenizer: The tokenizer.
+        max_tokens: Maximum number of tokens per name.
+
+    Raises:
+        SelfTPTError: A name is empty, has no tokens, contains a special token, or is too long.
     """
     if not names:
-        raise SelfTPTError("no class names: give at least two")
+        raise SelfTPTError("there are no class names: give at least two")
     cleaned, ids = [], []
     for i, name in enumerate(names):
         clean = clean_name(name)
         if not clean:
-            raise SelfTPTError(f"class name {i + 1} of {len(names)} is empty")
+            raise SelfTPTError(f"class name {i + 1} of {len(names)} is empty: give every class a name")
         tokens = tuple(tokenizer.encode(clean, after="photo "))
         if not tokens:
-            raise SelfTPTError(f"class name {name!r} has no token that this model knows: write it in words")
-        if tokenizer.marks & {*tokens, *tokenizer.encode(name)}:
-            raise SelfTPTError(f"class name {name!r} contains a mark that the tokenizer keeps for itself")
-        if len(tokens) > room:
-            raise _too_long(clean, len(tokens), room)
+            raise SelfTPTError(f"class name {name!r} has no tokens in this model's vocabulary: write it in words")
+        if tokenizer.special_ids & {*tokens, *tokenizer.encode(name)}:
+            raise SelfTPTError(f"class name {name!r} contains a special token of the tokenizer: remove it")
+        if len(tokens) > max_tokens:
+            raise _too_long(clean, len(tokens), max_tokens)
         cleaned.append(clean)
         ids.append(tokens)
     return ClassTokens(tuple(cleaned), tuple(ids), _first_equal(ids))
 
 
 def end_ids(tokenizer: Tokenizer, names: Sequence[str], tail: str = ".", infix: str = "") -> list[list[int]]:
-    """Token ids of what follows the prompt in the end view, `infix + name + tail`, tokenised together as CLIP does."""
+    """Return the token ids of what follows the prompt in the end view.
+
+    `infix + name + tail` is tokenised in one piece, as CLIP does.
+
+    Args:
+        tokenizer: The tokenizer.
+        names: Class names.
+        tail: Text after the name.
+        infix: Text between prompt and name.
+    """
     return [tokenizer.encode(infix + name + tail, after="photo " if infix or name else "photo") for name in names]
 
 
 def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contrast: ContrastConfig) -> ClassTokens:
-    """The class names of a task, each with room for `length` prompt vectors and for the hand-crafted template."""
+    """Check and tokenize class names for use with a prompt and a template.
+
+    Warns of equal class names.
+
+    Args:
+        tokenizer: The tokenizer.
+        names: At least two class names.
+        length: Number of prompt vectors.
+        contrast: Names the views and the hand-crafted template.
+
+    Raises:
+        SelfTPTError: There are fewer than two names, or a name cannot be used, for example because it is too long to be
+            encoded together with the prompt or the template.
+    """
     names = check_names(names)
     if len(names) == 1:
-        raise SelfTPTError(f"only one class name, {names[0]!r}: there is nothing to tell apart; give two at least")
+        raise SelfTPTError(f"there is only one class name, {names[0]!r}: give at least two")
     dot = len(tokenizer.encode(".", after="photo"))
     template = contrast.template if "hand_crafted" in contrast.views else None
     around = max(length + dot, len(tokenizer.encode(template.replace("{}", " "))) if template else 0)
-    if tokenizer.room - around < 1:
+    if tokenizer.max_tokens - around < 1:
         raise SelfTPTError(
             f"a prompt of {length} vectors or the template {contrast.template!r} leaves no room for a class name "
-            f"in the {tokenizer.context} tokens of this model"
+            f"in the {tokenizer.context} tokens of this model: shorten it"
         )
-    tokens = tokenize(names, tokenizer, tokenizer.room - length - dot)
+    tokens = tokenize(names, tokenizer, tokenizer.max_tokens - length - dot)
     joint = [length + len(ids) for ids in end_ids(tokenizer, tokens.names)]
     if template:
         sentences = [len(tokenizer.encode(template.replace("{}", name))) for name in tokens.names]
         joint = [max(pair) for pair in zip(joint, sentences, strict=True)]
     for name, ids, size in zip(tokens.names, tokens.ids, joint, strict=True):
-        if size > tokenizer.room:
-            raise _too_long(name, len(ids), tokenizer.room - (size - len(ids)))
-    if tokens.repeated:
-        warnings.warn(f"equal class names: {', '.join(tokens.repeated)}", SelfTPTWarning, stacklevel=3)
+        if size > tokenizer.max_tokens:
+            raise _too_long(name, len(ids), tokenizer.max_tokens - (size - len(ids)))
+    if tokens.duplicates:
+        warnings.warn(f"equal class names: {', '.join(tokens.duplicates)}", SelfTPTWarning, stacklevel=3)
     return tokens
 
 
-def _too_long(name: str, tokens: int, room: int) -> SelfTPTError:
+def _too_long(name: str, tokens: int, max_tokens: int) -> SelfTPTError:
     return SelfTPTError(
-        f"class name {_shorten(name)!r} is too long: {tokens} tokens, and this model with this prompt "
-        f"has room for {room}"
+        f"class name {_shorten(name)!r} is too long: it has {tokens} tokens, and this model accepts {max_tokens} with "
+        "this prompt and template; shorten it"
     )
 
 
 def _first_equal(keys: Sequence[Any]) -> Tensor:
+    """Return, for each key, the index of the first key that is equal to it."""
     first: dict[Any, int] = {}
     return torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
 
 
-def _shorten(text: str, most: int = 60) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _shorten(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

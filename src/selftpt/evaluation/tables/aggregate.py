@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from selftpt.evaluation.measures import harmonic
-from selftpt.evaluation.protocols import PROTOCOLS, Measure
+from selftpt.evaluation.metrics import harmonic_mean
+from selftpt.evaluation.protocols import PROTOCOLS, Metric
 from selftpt.evaluation.records import Record
 from selftpt.evaluation.tables.table import AVERAGE, Cell, Row
 
@@ -48,34 +48,43 @@ def model_title(model: Mapping[str, Any]) -> str:
 def split_rows(method: str, records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
     """The rows of one method: their names and records.
 
-    Runs with different models or sources never share a row, nor do those with different values of a setting on one
-    dataset. A setting with one value on each dataset makes no rows: no two runs are for the same cell.
+    Runs with different models, sources or given prompts never share a row, nor do those with different values of a
+    setting on one dataset. A setting with one value on each dataset does not split a row.
     """
     models = {record["model"]["digest"]: model_title(record["model"]) for record in records}
-    groups: dict[tuple[str, str | None], list[Record]] = {}
+    prompts = {prompt["digest"]: prompt["source"] for record in records if (prompt := record.get("prompt"))}
+    groups: dict[tuple[str, str | None, str | None], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["model"]["digest"], source_of(record)), []).append(record)
-    several_sources = len({source for _, source in groups}) > 1
+        key = record["model"]["digest"], source_of(record), (record.get("prompt") or {}).get("digest")
+        groups.setdefault(key, []).append(record)
+    several_sources = len({source for _, source, prompt in groups if prompt is None}) > 1
     rows: dict[tuple[object, ...], tuple[str, list[Record]]] = {}
-    for (digest, source), members in groups.items():
+    for (digest, source, prompt), members in groups.items():
         varied = varied_keys((record["dataset"], _facts(record)) for record in members)
         labels = []
         if len(models) > 1:
-            ambiguous = list(models.values()).count(models[digest]) > 1
-            labels.append(f"{models[digest]} {digest[:8]}" if ambiguous else models[digest])
-        if several_sources:
+            labels.append(_unique_title(models, digest))
+        if prompt is not None:
+            labels.append(f"prompt {_unique_title(prompts, prompt)}")
+        elif several_sources:
             labels.append(f"source {source or 'none'}")
         for record in members:
             facts = _facts(record)
             values = [f"{key} {facts.get(key, UNSET)}" for key in varied]
             label = ", ".join([*labels, *values])
-            row = rows.setdefault((digest, source, *values), (f"{method} ({label})" if label else method, []))
+            row = rows.setdefault((digest, source, prompt, *values), (f"{method} ({label})" if label else method, []))
             row[1].append(record)
     return list(rows.values())
 
 
+def _unique_title(titles: Mapping[str, str], digest: str) -> str:
+    """The title of a digest, with the start of the digest if another one has the same title."""
+    title = titles[digest]
+    return f"{title} {digest[:8]}" if list(titles.values()).count(title) > 1 else title
+
+
 def _facts(record: Record) -> dict[str, str]:
-    """What tells runs of one method, model and source on one dataset apart: settings, data, precision, version."""
+    """What may differ between runs of one method, model and source on one dataset: settings, data, versions."""
     source, data = record.get("source") or {}, record["data"]
     facts = flat_settings(
         {
@@ -103,7 +112,7 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, st
 
 
 def varied_keys(settings: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Names of settings with several values in one place, for pairs of a place and its settings."""
+    """Names of settings that have several values in one place, given pairs of a place and its settings."""
     pairs = list(settings)
     values: dict[tuple[str, str], set[str]] = {}
     for key in sorted({key for _, flat in pairs for key in flat}):
@@ -117,7 +126,7 @@ def latest_records(records: Iterable[Record]) -> list[Record]:
     return list({(record["dataset"], record.get("seed")): record for record in records}.values())
 
 
-def make_row(name: str, records: Sequence[Record], measure: Measure) -> Row:
+def make_row(name: str, records: Sequence[Record], metric: Metric) -> Row:
     """A row without its average; `records` has one of each dataset and seed."""
     by_dataset: dict[str, list[Record]] = {}
     for record in records:
@@ -127,9 +136,7 @@ def make_row(name: str, records: Sequence[Record], measure: Measure) -> Row:
         method=records[0]["method"],
         paper=False,
         cells={
-            dataset: _cell(
-                {record.get("seed"): _number(record, measure.path) for record in runs}, image_count(runs[-1])
-            )
+            dataset: _cell({record.get("seed"): _number(record, metric.path) for record in runs}, image_count(runs[-1]))
             for dataset, runs in by_dataset.items()
         },
         source=source_of(records[0]),
@@ -137,8 +144,8 @@ def make_row(name: str, records: Sequence[Record], measure: Measure) -> Row:
     )
 
 
-def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], measure: Measure) -> Row:
-    """A row of ours with its average over those of the columns that it has."""
+def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], metric: Metric) -> Row:
+    """A row of our runs with its average over those of the columns that it has."""
     averaged = tuple(dataset for dataset in columns if dataset in row.cells)
     row = replace(row, averaged=averaged, complete=len(averaged) == len(columns))
     if not averaged:
@@ -149,7 +156,7 @@ def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], me
             by_seed.setdefault(record.get("seed"), []).append(record)
     images = sum(row.cells[dataset].images for dataset in averaged)
     if all(len(runs) == len(averaged) for runs in by_seed.values()):
-        cell = _cell({seed: _mean(runs, measure.path) for seed, runs in by_seed.items()}, images)
+        cell = _cell({seed: _mean(runs, metric.path) for seed, runs in by_seed.items()}, images)
     else:  # datasets have different seeds
         cell = Cell(statistics.fmean(row.cells[dataset].mean for dataset in averaged), images=images)
     return replace(row, cells={**row.cells, AVERAGE: cell})
@@ -172,7 +179,7 @@ def cut_paper_row(row: Row, datasets: Sequence[str], columns: Sequence[str]) -> 
     return replace(row, cells=cells, averaged=averaged, complete=len(averaged) == len(columns))
 
 
-def mark_best(rows: Sequence[Row], measure: Measure) -> list[Row]:
+def mark_best(rows: Sequence[Row], metric: Metric) -> list[Row]:
     """Mark the best of our rows in each column where two or more can be compared.
 
     Cells are compared if they are over the same datasets and over the largest number of images. Rows of the paper, of
@@ -189,7 +196,7 @@ def mark_best(rows: Sequence[Row], measure: Measure) -> list[Row]:
         most = max(row.cells[column].images for row in group)
         group = [row for row in group if row.cells[column].images == most]
         means = [round(row.cells[column].mean, 2) for row in group]
-        top = min(means) if measure.lower_is_better else max(means)
+        top = min(means) if metric.lower_is_better else max(means)
         for row, mean in zip(group, means, strict=True):
             if len(group) > 1 and mean == top:
                 best.setdefault(id(row), set()).add(column)
@@ -205,7 +212,7 @@ def _number(record: Record, path: Sequence[str]) -> float:
 def _mean(records: Sequence[Record], path: Sequence[str]) -> float:
     """The mean over datasets; of harmonic means, that of the mean accuracies, as is usual in the field."""
     if path == ("harmonic",):
-        return harmonic(_mean(records, ("base", "top1")), _mean(records, ("new", "top1")))
+        return harmonic_mean(_mean(records, ("base", "top1")), _mean(records, ("new", "top1")))
     return statistics.fmean(_number(record, path) for record in records)
 
 

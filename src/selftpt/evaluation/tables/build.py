@@ -1,4 +1,4 @@
-"""The table of one protocol and measure, from records and the paper's numbers."""
+"""The table of one protocol, from records and the paper's numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from selftpt.errors import SelfTPTError
-from selftpt.evaluation.protocols import Measure, Protocol, chosen_protocol
+from selftpt.evaluation.protocols import Metric, Protocol, find_protocol
 from selftpt.evaluation.records import Record
 from selftpt.evaluation.tables.aggregate import (
     cut_paper_row,
@@ -21,7 +21,7 @@ from selftpt.evaluation.tables.aggregate import (
 )
 from selftpt.evaluation.tables.notes import average_notes, marks_of, paper_notes, source_footer, source_notes
 from selftpt.evaluation.tables.paper import method_order, paper, paper_rows
-from selftpt.evaluation.tables.table import AVERAGE, Row, Table, in_paper_order
+from selftpt.evaluation.tables.table import AVERAGE, Block, Row, Table, in_paper_order
 
 PaperRows = Literal["same", "all", "none"]
 
@@ -29,11 +29,11 @@ PaperRows = Literal["same", "all", "none"]
 def make_table(
     records: Sequence[Record],
     protocol: str,
-    measure: str | None = None,
+    metric: str | None = None,
     paper: PaperRows = "same",
     methods: Collection[str] = (),
 ) -> Table:
-    """The table of one protocol: its columns are the datasets that have runs.
+    """Make the table of one protocol: its columns are the datasets that have runs.
 
     A row's average is over its datasets without its source. Methods without a source, and the paper's rows, are
     averaged over the same datasets as the others if those have one source, else without the protocol's source.
@@ -41,53 +41,70 @@ def make_table(
     Args:
         records: Records of runs, as `read_records` gives them.
         protocol: The name of the protocol.
-        measure: The name of one of its measures; None for the paper's.
+        metric: The name of one of its metrics. None shows the protocol's default metrics, one block each: base, new
+            and harmonic mean in base-to-new.
         paper: Which rows of the paper are shown: those of the same methods, all, or none.
         methods: The methods to show; all if empty.
 
     Raises:
-        SelfTPTError: If there is no such protocol, measure or method, or nothing to show.
+        SelfTPTError: There is no such protocol, metric or method, or nothing to show.
     """
-    chosen = chosen_protocol(protocol)
-    measure = measure or chosen.paper_measure
-    if measure not in chosen.measures:
-        raise SelfTPTError(f"{protocol} has no measure {measure!r}: choose one of {', '.join(chosen.measures)}")
-    shown = chosen.measures[measure]
-    order = method_order()
-    names = {*order, *(record["method"] for record in records)}
+    chosen = find_protocol(protocol)
+    if metric is not None and metric not in chosen.metrics:
+        raise SelfTPTError(f"{protocol} has no metric {metric!r}: choose one of {', '.join(chosen.metrics)}")
+    names = {*method_order(), *(record["method"] for record in records)}
     if unknown := set(methods) - names:
         raise SelfTPTError(f"no method is called {min(unknown)!r}: choose one of {', '.join(sorted(names))}")
-    runs = [
-        record
-        for record in records
-        if record["protocol"] == protocol
-        and (not methods or record["method"] in methods)
-        and value(record, shown.path) is not None
+    metrics = chosen.default_metrics if metric is None else (metric,)
+    of_protocol = [
+        record for record in records if record["protocol"] == protocol and (not methods or record["method"] in methods)
     ]
+    runs = {
+        name: found
+        for name in metrics
+        if (found := [record for record in of_protocol if value(record, chosen.metrics[name].path) is not None])
+    }
     if not runs:
-        raise SelfTPTError(f"nothing to show: no run of {protocol} with the measure {measure!r} is recorded")
+        raise SelfTPTError(f"nothing to show: no run of {protocol} with the metric {metrics[0]!r} is recorded")
 
-    datasets = in_paper_order({record["dataset"] for record in runs})
-    rows = _our_rows(runs, chosen, shown, datasets)
-    if paper != "none" and measure == chosen.paper_measure:
+    every = [record for record in of_protocol if any(record in found for found in runs.values())]
+    datasets = in_paper_order({record["dataset"] for record in every})
+    blocks = tuple(
+        Block(name, chosen.metrics[name].heading, _rows(found, chosen, name, datasets, paper, methods))
+        for name, found in runs.items()
+    )
+    rows = [row for block in blocks for row in block.rows]
+    notes = []
+    if any(cell.std is not None for row in rows for cell in row.cells.values()):
+        notes.append("±: sample standard deviation over seeds; our runs use the same crops of an image with every seed")
+    notes += source_footer(datasets, chosen.source, sources_of(every))
+    if absent := [method for method in methods if method not in {row.method for row in rows}]:
+        notes.append(f"no run of {', '.join(absent)}")
+    notes += _paper_footer(rows, chosen, tuple(runs), paper)
+    title = "top-1 accuracy (%)" if len(blocks) > 1 else chosen.metrics[blocks[0].metric].title
+    return Table(protocol, f"{protocol}: {title}", (*datasets, AVERAGE), blocks, marks_of(rows), tuple(notes))
+
+
+def _rows(
+    records: Sequence[Record],
+    protocol: Protocol,
+    metric: str,
+    datasets: Sequence[str],
+    paper: PaperRows,
+    methods: Collection[str],
+) -> tuple[Row, ...]:
+    """The rows of one metric, those of the paper included, in the order of `METHODS`."""
+    shown, order = protocol.metrics[metric], method_order()
+    rows = _our_rows(records, protocol, shown, datasets)
+    if paper != "none" and metric == protocol.paper_metric:
         ours = {row.method for row in rows}
         rows += [
             row
-            for row in _paper_rows(chosen, datasets, default_source(runs, chosen))
+            for row in _paper_rows(protocol, datasets, default_source(records, protocol))
             if (row.method in methods if methods else paper == "all" or row.method in ours)
         ]
     rows.sort(key=lambda row: order.index(row.method) if row.method in order else len(order))
-    rows = mark_best(rows, shown)
-
-    notes = []
-    if any(cell.std is not None for row in rows for cell in row.cells.values()):
-        notes.append("±: sample standard deviation over seeds; ours have the same crops of an image in all seeds")
-    notes += source_footer(datasets, chosen.source, sources_of(runs))
-    if absent := [method for method in methods if method not in {row.method for row in rows}]:
-        notes.append(f"no run of {', '.join(absent)}")
-    notes += _paper_footer(rows, chosen, measure, paper)
-    title = f"{protocol}: {shown.title}"
-    return Table(protocol, measure, title, (*datasets, AVERAGE), tuple(rows), marks_of(rows), tuple(notes))
+    return tuple(mark_best(rows, shown))
 
 
 def sources_of(records: Sequence[Record]) -> set[str]:
@@ -101,7 +118,7 @@ def default_source(records: Sequence[Record], protocol: Protocol) -> str | None:
     return sources.pop() if len(sources) == 1 else protocol.source
 
 
-def _our_rows(records: Sequence[Record], protocol: Protocol, measure: Measure, datasets: Sequence[str]) -> list[Row]:
+def _our_rows(records: Sequence[Record], protocol: Protocol, metric: Metric, datasets: Sequence[str]) -> list[Row]:
     by_method: dict[str, list[Record]] = {}
     for record in records:
         by_method.setdefault(record["method"], []).append(record)
@@ -109,10 +126,10 @@ def _our_rows(records: Sequence[Record], protocol: Protocol, measure: Measure, d
     for method, of_method in by_method.items():
         for name, of_row in split_rows(method, of_method):
             latest = latest_records(of_row)
-            row = make_row(name, latest, measure)
+            row = make_row(name, latest, metric)
             excluded = row.source or default
             columns = [dataset for dataset in datasets if dataset != excluded]
-            row = with_average(row, columns, latest, measure)
+            row = with_average(row, columns, latest, metric)
             notes = source_notes(row, protocol.source, sources_of(records), excluded)
             notes += [*paper_notes(latest), *average_notes(row, columns)]
             rows.append(replace(row, notes=tuple(notes)))
@@ -126,9 +143,9 @@ def _paper_rows(protocol: Protocol, datasets: Sequence[str], excluded: str | Non
     return [replace(row, notes=(*row.notes, *average_notes(row, columns))) for row in cut if row.cells]
 
 
-def _paper_footer(rows: Sequence[Row], protocol: Protocol, measure: str, wanted: PaperRows) -> list[str]:
+def _paper_footer(rows: Sequence[Row], protocol: Protocol, metrics: Collection[str], wanted: PaperRows) -> list[str]:
     if any(row.paper for row in rows):
         return [f"(paper): {paper()['title']}, {protocol.paper_table}; averages are over the columns shown"]
-    if wanted != "none" and measure != protocol.paper_measure:
-        return ["the paper does not print this measure"]
+    if wanted != "none" and protocol.paper_metric not in metrics:
+        return ["the paper does not print this metric"]
     return []

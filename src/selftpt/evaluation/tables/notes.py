@@ -1,4 +1,4 @@
-"""What a reader must know about rows: in what they are not like the paper's, and what their averages are over."""
+"""Notes on rows: how their runs differ from the paper's, and what their averages are over."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ MARKS = "†‡§¶"
 
 
 def paper_notes(records: Sequence[Record]) -> list[str]:
-    """In what the runs of a row are not like the paper's."""
+    """List how the runs of a row differ from the paper's."""
     if any(record.get("random_init") for record in records):
         return [RANDOM_INIT]
     notes, model = [], records[0]["model"]
     if (model["name"], model.get("pretrained")) not in MODELS:
         notes.append(f"the model is {model_title(model)}, not the paper's CLIP ViT-B/16 with OpenAI's weights")
+    if prompts := {record["prompt"]["source"] for record in records if record.get("prompt")}:
+        notes.append(f"the prompt was given ({', '.join(sorted(prompts))}), not learned in the run")
     every = {record["dataset"] for record in records}
     for what, is_paper in (
         ("the split is not the published one", _has_paper_split),
@@ -96,13 +98,13 @@ def _has_paper_shots(record: Record) -> bool:
     classes = dataset_statistic("classes").get(source["dataset"])
     if classes and PROTOCOLS[record["protocol"]].source is None:
         classes = (classes + 1) // 2
-    whole = source.get("share", 1) == 1 and classes in (None, source.get("classes")) and not source.get("unreadable")
-    return whole and source.get("shots") == SHOTS and bool(source.get("published"))
+    complete = source.get("share", 1) == 1 and classes in (None, source.get("classes")) and not source.get("unreadable")
+    return complete and source.get("shots") == SHOTS and bool(source.get("published"))
 
 
 def _has_protocol_template(record: Record) -> bool:
-    wanted = PROTOCOLS[record["protocol"]].template(record["dataset"])
-    return None in (wanted, record.get("template")) or record["template"] == wanted
+    expected = PROTOCOLS[record["protocol"]].template(record["dataset"])
+    return None in (expected, record.get("template")) or record["template"] == expected
 
 
 def _count_note(record: Record) -> str | None:

@@ -1,4 +1,4 @@
-"""What a table consists of."""
+"""The parts of a table: cells, rows, blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cell:
     Attributes:
         mean: The mean.
         std: Sample standard deviation over seeds; None for one seed, and where it is not known.
-        seeds: The number of seeds; 0 for a method that draws nothing, and for the paper.
+        seeds: The number of seeds; 0 for a method that uses none, and for the paper.
         images: The number of test images, over all datasets of an average.
     """
 
@@ -32,7 +32,7 @@ class Row:
     """The results of a method, of recorded runs or of the paper.
 
     Attributes:
-        name: What the row is called: the method, and what tells it from the method's other rows.
+        name: The title of the row: the method, and how it differs from the method's other rows.
         method: The method.
         paper: Whether the numbers are the paper's.
         cells: Cells by column.
@@ -42,7 +42,7 @@ class Row:
         complete: Whether these are all columns of the table that a row with this source is averaged over.
         random_init: Whether the weights of the model were randomly initialised.
         notes: What a reader must know about the row.
-        best: The columns in which the row is the best of ours.
+        best: The columns in which the row is the best of our runs.
     """
 
     name: str
@@ -58,26 +58,44 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The rows of one metric.
+
+    Attributes:
+        metric: The name of the metric.
+        heading: What it is called above the rows.
+        rows: The rows.
+    """
+
+    metric: str
+    heading: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
 class Table:
     """A table, ready to be rendered.
 
     Attributes:
         protocol: The protocol.
-        measure: The measure.
         title: The title.
         columns: Names of datasets, then the average.
-        rows: The rows.
+        blocks: One block per metric.
         marks: The mark of each note of the rows.
         notes: Notes on the whole table.
     """
 
     protocol: str
-    measure: str
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    blocks: tuple[Block, ...]
     marks: Mapping[str, str]
     notes: tuple[str, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all blocks."""
+        return tuple(row for block in self.blocks for row in block.rows)
 
 
 def column_title(column: str) -> str:

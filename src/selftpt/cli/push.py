@@ -1,0 +1,73 @@
+"""`selftpt push`: share a prompt or a classifier through the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from selftpt.cli.options import Json
+from selftpt.errors import SelfTPTError
+
+HUB = "Hub"
+
+
+def command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A prompt or a classifier.")],
+    repo: Annotated[str, typer.Argument(metavar="USER/REPO", help="The repository; it is created if need be.")],
+    private: Annotated[
+        bool | None,
+        typer.Option("--private/--public", help="Visibility of a new repository.", rich_help_panel=HUB),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="By default the main branch.", rich_help_panel=HUB)
+    ] = None,
+    message: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The commit message.", rich_help_panel=HUB)
+    ] = None,
+    accuracy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PERCENT",
+            help="Top-1 accuracy on a test set, for the model card: 'my test set=81.2'. Repeat it for more test sets.",
+            rich_help_panel=HUB,
+        ),
+    ] = None,
+    license: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="License for the model card, such as apache-2.0.", rich_help_panel=HUB),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Upload a prompt or a classifier to the Hugging Face hub, with a model card. Log in first: `hf auth login`."""
+    from selftpt.classifier import Classifier
+    from selftpt.files import read_file
+    from selftpt.prompt import Prompt
+
+    results = dict(map(_parse_accuracy, accuracy or [])) or None
+    kind = read_file(file)[0]["kind"]
+    if kind not in ("prompt", "classifier"):
+        raise SelfTPTError(f"{file} holds a {kind}: only prompts and classifiers can be shared")
+    loaded = Prompt.load(file) if kind == "prompt" else Classifier.load(file)
+    url = loaded.push_to_hub(
+        repo, private=private, revision=revision, commit_message=message, accuracy=results, license=license
+    )
+    if as_json:
+        print(json.dumps({"repository": repo, "kind": kind, "commit": url}))
+    else:
+        print(f"uploaded the {kind} to {repo}: {url}")
+
+
+def _parse_accuracy(text: str) -> tuple[str, float]:
+    """The name and the percentage of `my test set=81.2`."""
+    name, _, value = text.rpartition("=")
+    try:
+        if not name.strip():
+            raise ValueError
+        return name.strip(), float(value)
+    except ValueError:
+        raise SelfTPTError(
+            f"--accuracy takes a test set with its percentage, such as 'my test set=81.2', not {text!r}"
+        ) from None
