@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from selftpt.methods import METHODS, FitContext, FittedMethod, MethodInfo
+from selftpt.methods import METHODS, FitContext, FittedMethod
 from tests.helpers.methods import make_context
 from tests.helpers.models import model
 
@@ -28,7 +28,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(blocks()[0], str(PAGE), "exec"), module.__dict__)
     monkeypatch.setattr(METHODS, "info", dict(METHODS.info))
-    exec(compile(blocks()[1], str(PAGE), "exec"), {"METHODS": METHODS, "MethodInfo": MethodInfo})
+    exec(compile(blocks()[1], str(PAGE), "exec"), {})
     assert METHODS["class-means"] is module.CLASS_MEANS
     return module
 

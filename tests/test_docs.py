@@ -116,6 +116,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     module = types.ModuleType("docs_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(selftpt.METHODS, "info", dict(selftpt.METHODS.info))
     for block in BLOCKS[page]:
         if block.not_run:
             continue

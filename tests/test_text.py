@@ -395,7 +395,7 @@ def test_encoder_built_in_inference_mode_is_differentiable_outside(kind: str) ->
     assert torch.autograd.grad(features.sum(), p)[0].norm() > 0
 
 
-NAMES = st.from_regex(r"[a-z][a-z0-9]{0,5}([ '()./&+-]{1,2}[a-z0-9]{1,4}){0,2}[).!'\"]?", fullmatch=True)
+NAMES = st.from_regex(r"[a-z][a-z0-9]{0,4}([ '()./&+-]{1,2}[a-z0-9]{1,3}){0,2}[).!'\"]?", fullmatch=True)
 HARD_NAMES = [
     "crane (bird)",
     "rock'n'roll!",
