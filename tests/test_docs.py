@@ -18,6 +18,7 @@ from PIL import Image
 
 import selftpt
 from tests.helpers.commands import Run
+from tests.helpers.hub_server import use_hub
 from tests.helpers.image_files import noise
 
 ROOT = Path(__file__).parents[1]
@@ -117,14 +118,15 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module = types.ModuleType("docs_example")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(selftpt.METHODS, "info", dict(selftpt.METHODS.info))
-    for block in BLOCKS[page]:
-        if block.not_run:
-            continue
-        if block.language == "python":
-            source = "\n" * block.line + block.code  # so that a traceback has the line of the page
-            exec(compile(source, str(page), "exec"), module.__dict__)
-        elif block.language in SHELL:
-            run_shell(block, run, tmp_path)
+    with use_hub(tmp_path / "hub", monkeypatch):
+        for block in BLOCKS[page]:
+            if block.not_run:
+                continue
+            if block.language == "python":
+                source = "\n" * block.line + block.code  # so that a traceback has the line of the page
+                exec(compile(source, str(page), "exec"), module.__dict__)
+            elif block.language in SHELL:
+                run_shell(block, run, tmp_path)
 
 
 def test_examples_that_do_not_run_say_why_and_are_few() -> None:

@@ -27,25 +27,15 @@ from selftpt import Classifier, Prompt, hub
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.models import ModelId
 from tests.helpers.commands import Run, refused
-from tests.helpers.hub_server import READ_TOKEN, TOKEN, Hub, Repository, running_hub
+from tests.helpers.hub_server import READ_TOKEN, TOKEN, Hub, Repository, running_hub, use_hub
 
 REPO = "alice/birds"
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A stand-in that huggingface_hub uses in this process, with an empty cache and a token that may write."""
-    with running_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield running
+    with use_hub(tmp_path, monkeypatch) as hub:
+        yield hub
 
 
 @pytest.fixture(scope="module")
