@@ -1,4 +1,4 @@
-"""Class names in, a better CLIP classifier out, at the inference cost of zero-shot (Self-TPT)."""
+"""Self-TPT: image classifiers from class names, by tuning a CLIP prompt, at the inference cost of zero-shot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m selftpt` is `selftpt`."""
+"""Run the command line with `python -m selftpt`."""
 
 from selftpt.cli import main
 

@@ -1,4 +1,4 @@
-"""Stage 2: given only the class names of a task, the prompt is tuned by CPT alone."""
+"""Stage 2: tune a prompt to the class names of a task by minimising the CPT loss, without images."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def zero_shot(
         model: The model.
         names: Class names, [C].
         template: A template with {} for the class name.
-        chunk: Classes that are encoded at once; None encodes all at once.
+        chunk: Number of classes encoded at once; None encodes all at once.
 
     Returns:
         A classifier with class vectors [C, D].
@@ -96,7 +96,7 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
                 loss, context.grad = contrast_step(task, context, head)
                 if not math.isfinite(loss):
                     raise SelfTPTError(
-                        "the loss of stage 2 is not finite any more: lower its learning rate (AdaptConfig.lr, --lr)"
+                        "the loss of stage 2 is not finite: lower its learning rate (AdaptConfig.lr, --lr)"
                     )
                 optimizer.step()
     views: Sequence[View] = ("end",) if config.vectors == "end" else VIEWS

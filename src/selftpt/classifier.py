@@ -1,4 +1,4 @@
-"""Stage 3: every image is classified directly, at the speed of zero-shot; Self-TPT-v adds 63 augmented views."""
+"""Stage 3: classify images with fixed class vectors, as fast as zero-shot; Self-TPT-v adds 63 augmented views."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from selftpt.names import check_names
 from selftpt.version import __version__
 
 OnError: TypeAlias = Callable[[ImageError], None]
-# Images to blocks of them with probabilities [n, C].
+# Maps images to blocks of n images with their probabilities [n, C].
 Stream: TypeAlias = Callable[[Iterable[ImageInput], OnError], Iterator[tuple[Block, Tensor]]]
 
 SCHEMA = Schema(
@@ -66,21 +66,21 @@ class Prediction:
         return self.probabilities[0]
 
     def __repr__(self) -> str:
-        of = "" if self.path is None else f", path={self.path!r}"
-        return f"Prediction({self.name!r}, {self.probability:.1%}{of})"
+        path = "" if self.path is None else f", path={self.path!r}"
+        return f"Prediction({self.name!r}, {self.probability:.1%}{path})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Classifier:
-    """One vector per class: all that stage 3 needs besides the model's image tower.
+    """An image classifier: one vector per class, which is compared with the image features of a model.
 
     Attributes:
         names: Class names, [C].
         weights: Class vectors [C, D], on the CPU.
         scale: 1 / τ of Eq. 1.
-        model_id: The model whose image features they are compared with.
+        model_id: Identifies the model.
         origin: How the class vectors were made.
-        model: The model, or None until it is needed.
+        model: The model; None until it is loaded.
     """
 
     names: tuple[str, ...]
@@ -100,7 +100,7 @@ class Classifier:
         return cls(tuple(names), weights.cpu(), model.scale, model.id, {**origin, "selftpt": __version__}, model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the model, which is loaded again when it is needed."""
+        """Return the state without the model, which is loaded again when it is needed."""
         return {**self.__dict__, "model": None, "_on_device": {}}
 
     def __repr__(self) -> str:
@@ -120,7 +120,16 @@ class Classifier:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Model | None = None) -> Classifier:
-        """Read a classifier; without a model, the one it names is loaded when it is first needed."""
+        """Read a classifier from a file.
+
+        Args:
+            path: The file that `save` wrote.
+            model: Its model. By default the model that the file names is loaded when it is first needed, if it is the
+                embedded one or one that open_clip publishes.
+
+        Raises:
+            SelfTPTError: The file cannot be read, is not a valid classifier, or was made with another model.
+        """
         header, tensors = read_tensors(Path(path), "classifier", SCHEMA)
         weights, scale, model_id = tensors["weights"], header["scale"], ModelId(**header["model"])
         try:
@@ -131,8 +140,8 @@ class Classifier:
                 raise SelfTPTError(f"the scale must be above 0, not {scale}")
         except SelfTPTError as error:
             raise SelfTPTError(f"{path} is not a valid classifier file: {error}") from error
-        made = cls(names, weights, scale, model_id, header["origin"])
-        return made if model is None else made.with_model(model, f"the classifier {path}")
+        classifier = cls(names, weights, scale, model_id, header["origin"])
+        return classifier if model is None else classifier.with_model(model, f"the classifier {path}")
 
     @classmethod
     def from_hub(
@@ -145,10 +154,10 @@ class Classifier:
             model: Its model. By default the model that the file names is loaded when it is first needed, if it is the
                 embedded one or one that open_clip publishes.
             revision: A branch, tag or commit; by default the main branch.
-            token: A token of the hub; by default HF_TOKEN or that of `hf auth login`.
+            token: An access token of the hub; by default HF_TOKEN or the token of `hf auth login`.
 
         Raises:
-            SelfTPTError: It cannot be downloaded, is not a valid classifier, or was made with another model.
+            SelfTPTError: The file cannot be downloaded, is not a valid classifier, or was made with another model.
         """
         return cls.load(hub.download(repo, "classifier", revision=revision, token=token), model)
 
@@ -168,7 +177,7 @@ class Classifier:
         Args:
             repo: The repository, `"user/name"`. It is created if it does not exist.
             private: Whether a new repository is private; by default the hub decides.
-            token: A token of the hub with write permission; by default HF_TOKEN or that of `hf auth login`.
+            token: An access token with write permission; by default HF_TOKEN or the token of `hf auth login`.
             revision: The branch, which is created if it does not exist; by default the main branch.
             commit_message: The commit message.
             accuracy: Top-1 accuracy in percent for each test set, for the model card: `{"my test set": 81.2}`.
@@ -202,10 +211,14 @@ class Classifier:
         )
 
     def with_model(self, model: Model, what: str = "the classifier") -> Classifier:
-        """The same classifier with its model.
+        """Return a copy of the classifier that uses a loaded model.
+
+        Args:
+            model: The model that the classifier was made with.
+            what: What to call the classifier in error messages.
 
         Raises:
-            SelfTPTError: It was made with another model; `what` names it in the message.
+            SelfTPTError: The classifier was made with another model.
         """
         self.model_id.check(model, what)
         if self.weights.shape[1] != model.dimension:
@@ -216,14 +229,21 @@ class Classifier:
         return dataclasses.replace(self, model=model)
 
     def probabilities(self, features: Tensor) -> Tensor:
-        """The probabilities [..., C] of Eq. 1 for L2-normalised image features [..., D], on the features' device."""
+        """Compute the class probabilities of Eq. 1.
+
+        Args:
+            features: L2-normalised image features, [..., D].
+
+        Returns:
+            [..., C], on the device of the features.
+        """
         key = features.device, features.dtype
         if key not in self._on_device:
             self._on_device[key] = self.weights.to(features)
         return (self.scale * features @ self._on_device[key].t()).softmax(-1)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """The mean probabilities [N, C] over L2-normalised features of the views of images [N, V, D]."""
+        """Return the mean probabilities [N, C] over the V views of N images, given L2-normalised features [N, V, D]."""
         return self.probabilities(features).mean(-2)
 
     @overload
@@ -255,18 +275,18 @@ class Classifier:
 
         Args:
             images: One image or a list of images: paths, PIL images, uint8 arrays [H, W, 3], uint8 tensors [3, H, W],
-                or preprocessed float tensors [3, S, S]. A path may also be a folder or a pattern such as
-                `"photos/*.jpg"`, which stands for a list.
+                or preprocessed float tensors [3, S, S]. A folder or a pattern such as `"photos/*.jpg"` stands for the
+                list of its images.
             top: Number of classes in each prediction.
             config: The configuration of stage 3; `PredictConfig(views=64)` is Self-TPT-v.
-            on_error: Called for every image of a list that cannot be used; the image is then left out. By default it
-                warns.
+            on_error: Called for every image of a list that cannot be used; the image is then left out. By default a
+                warning is issued.
 
         Returns:
             A `Prediction` for one image; a list of them, in the order of the input, for a list.
 
         Raises:
-            SelfTPTError: An argument is invalid, or the one image cannot be used.
+            SelfTPTError: An argument is invalid, or a single image cannot be used.
 
         Example:
             >>> import numpy as np, selftpt
@@ -286,7 +306,7 @@ class Classifier:
     ) -> Iterator[Prediction]:
         """Classify images one after the other; the arguments are those of `predict`.
 
-        `images` is read as the work proceeds, so that it may be larger than memory. Arguments are checked at the call.
+        `images` is consumed lazily, so it need not fit into memory. Arguments are checked at the call.
         """
         stream, top = self._stream(config, top)
         return predict_each(stream, as_list(images), self.names, top, on_error)
@@ -297,7 +317,7 @@ class Classifier:
         config: PredictConfig | None = None,
         on_error: OnError = warn_of,
     ) -> NDArray[np.float32]:
-        """Probabilities of all classes, in the order of the input.
+        """Compute the probabilities of all classes, in the order of the input.
 
         Args:
             images: As in `predict`.
@@ -308,12 +328,12 @@ class Classifier:
             [N, C]; the row of an image that cannot be used is NaN.
 
         Raises:
-            SelfTPTError: An argument is invalid, or the one image cannot be used.
+            SelfTPTError: An argument is invalid, or a single image cannot be used.
         """
         return probability_matrix(self._stream(config, None)[0], images, len(self.names), on_error)
 
     def _stream(self, config: PredictConfig | None, top: int | None) -> tuple[Stream, int]:
-        """What makes probabilities of images, and the number of classes in a prediction."""
+        """Return the function that maps images to probabilities, and the number of classes in a prediction."""
         config = config or PredictConfig()
         if top is not None:
             config = dataclasses.replace(config, top=top)
@@ -332,7 +352,7 @@ class Classifier:
 def predict_each(
     stream: Stream, images: Iterable[ImageInput], names: Sequence[str], top: int, on_error: OnError
 ) -> Iterator[Prediction]:
-    """Predictions for a list of images, folders and patterns, as they are made."""
+    """Yield predictions for an iterable of images, folders and patterns."""
     for block, probabilities in stream(expand(images, on_error), on_error):
         yield from top_classes(probabilities, names, block, top)
 
@@ -344,7 +364,7 @@ def predict_all(
     top: int,
     on_error: OnError,
 ) -> Prediction | list[Prediction]:
-    """A prediction for one image, a list of predictions for several."""
+    """Return one prediction for one image, and a list of predictions for several."""
     if not is_one_image(images):
         return list(predict_each(stream, as_list(images), names, top, on_error))
     (prediction,) = predict_each(stream, as_list(images), names, top, raise_error)
@@ -354,17 +374,17 @@ def predict_all(
 def probability_matrix(
     stream: Stream, images: ImageInput | Iterable[ImageInput], classes: int, on_error: OnError
 ) -> NDArray[np.float32]:
-    """Probabilities [N, C] of images, NaN for those that cannot be used."""
+    """Return the probabilities [N, C] of images; the rows of images that cannot be used are NaN."""
     report = raise_error if is_one_image(images) else on_error
     expanded = list(expand(as_list(images), report))
-    found = np.full((len(expanded), classes), np.nan, dtype=np.float32)
+    matrix = np.full((len(expanded), classes), np.nan, dtype=np.float32)
     for block, probabilities in stream(expanded, report):
-        found[block.indices.numpy()] = probabilities.float().cpu().numpy()
-    return found
+        matrix[block.indices.numpy()] = probabilities.float().cpu().numpy()
+    return matrix
 
 
 def top_classes(probabilities: Tensor, names: Sequence[str], block: Block, top: int) -> Iterator[Prediction]:
-    """The `top` most probable of the probabilities [N, C] of a block of N images."""
+    """Yield the `top` most probable classes of each image of a block, given its probabilities [N, C]."""
     best = probabilities.topk(min(top, len(names)))
     rows = zip(block.sources, block.indices.tolist(), best.values.tolist(), best.indices.tolist(), strict=True)
     for source, index, values, labels in rows:
@@ -373,7 +393,7 @@ def top_classes(probabilities: Tensor, names: Sequence[str], block: Block, top: 
 
 
 def is_one_image(images: object) -> bool:
-    """Whether `images` is a single image, and not a folder, a pattern or several images."""
+    """Return whether `images` is a single image, and not a folder, a pattern or several images."""
     if isinstance(images, str | os.PathLike):
         return not is_place(images)
     if isinstance(images, np.ndarray) and images.dtype.kind in "OU":  # an array of paths or images
@@ -382,10 +402,10 @@ def is_one_image(images: object) -> bool:
 
 
 def as_list(images: ImageInput | Iterable[ImageInput]) -> Iterable[ImageInput]:
-    """`images` as an iterable of images, folders and patterns.
+    """Return `images` as an iterable of images, folders and patterns.
 
     Raises:
-        SelfTPTError: It is neither an image nor an iterable.
+        SelfTPTError: `images` is neither an image nor an iterable.
     """
     if isinstance(images, str | os.PathLike) or is_one_image(images):
         return [images]  # type: ignore[list-item]
@@ -397,7 +417,7 @@ def as_list(images: ImageInput | Iterable[ImageInput]) -> Iterable[ImageInput]:
 
 
 def expand(images: Iterable[ImageInput], on_error: OnError) -> Iterator[ImageInput]:
-    """Single images, with folders and patterns replaced by the images in them."""
+    """Yield single images; folders and patterns are replaced by their images."""
     for image in images:
         if not isinstance(image, str | os.PathLike) or not is_place(image):
             yield image
@@ -409,22 +429,22 @@ def expand(images: Iterable[ImageInput], on_error: OnError) -> Iterator[ImageInp
 
 
 def raise_error(error: ImageError) -> None:
-    """Raise the error of an image that cannot be used, instead of leaving the image out."""
+    """Raise the error; used as `on_error` where an image must not be left out."""
     raise error
 
 
 def entropy(probabilities: Tensor) -> Tensor:
-    """The entropy in nats of probabilities [..., C]: [...]."""
+    """Compute the entropy [...] in nats of probabilities [..., C]."""
     terms: Tensor = torch.special.entr(probabilities)
     return terms.sum(-1)
 
 
 def confident_views(probabilities: Tensor, confidence_ratio: float) -> Tensor:
-    """Indices of the views with the lowest entropy, in rising order.
+    """Return the indices of the views with the lowest entropy, in ascending order of entropy.
 
     Args:
-        probabilities: [..., V, C].
-        confidence_ratio: The share of the views that is kept.
+        probabilities: Probabilities of V views, [..., V, C].
+        confidence_ratio: Share of the views to keep.
 
     Returns:
         [..., K], K = int(confidence_ratio * V) as in TPT's code, at least 1.
@@ -434,12 +454,12 @@ def confident_views(probabilities: Tensor, confidence_ratio: float) -> Tensor:
 
 
 def select_views(values: Tensor, chosen: Tensor) -> Tensor:
-    """The values [..., V, X] of chosen views [..., K]: [..., K, X]."""
+    """Select from the values [..., V, X] of V views those of the views with indices `chosen` [..., K]: [..., K, X]."""
     return values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
 
 
 def merge_views(probabilities: Tensor, confidence_ratio: float) -> Tensor:
-    """The mean over the most confident views: [..., V, C] to [..., C]."""
+    """Average the probabilities [..., V, C] over the most confident views; returns [..., C]."""
     if confidence_ratio == 1:
         return probabilities.mean(-2)
     return select_views(probabilities, confident_views(probabilities, confidence_ratio)).mean(-2)

@@ -1,8 +1,8 @@
-"""Configuration: frozen dataclasses whose fields are checked when an object is made.
+"""Configuration: frozen dataclasses that check their fields.
 
-Every output is saved with its configuration, and the fields are the options of the command line. `None` means "no
-limit", in Python and on the command line (`none`). This module imports nothing heavy, so that `selftpt --help` and a
-wrong option are answered at once.
+Every output is saved with its configuration. The options of the command line are generated from the fields. `None`
+means "no limit", in Python and on the command line (`none`). This module does not import torch, so that
+`selftpt --help` and errors about options appear immediately.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from selftpt.errors import SelfTPTError, SelfTPTWarning
 
 View = Literal["end", "front", "middle"]
 VIEWS: tuple[View, ...] = ("end", "front", "middle")  # Eq. 7, in its order
-CptView = Literal["end", "front", "middle", "hand_crafted"]  # and Eq. 8
+CptView = Literal["end", "front", "middle", "hand_crafted"]  # Eq. 7 and Eq. 8
 Reduction = Literal["mean", "sum"]
 Matching = Literal["cosine", "mse"]
 ClassVectors = Literal["end", "mean"]
 Precision = Literal["fp32", "bf16", "fp16"]
 CacheMode = Literal["on", "off", "read-only"]
 
-# Names that earlier versions used. They are still accepted in files and, with a deprecation warning, where a user types
-# them.
+# Names that earlier versions used. They are still accepted in files and, with a deprecation warning, from users.
 RENAMED_SETTINGS = {"confident": "confidence_ratio", "equal_apart": "duplicates_as_negatives"}
 RENAMED_VIEWS = {"hand": "hand_crafted"}
 
-INT_LIMIT = 2**31  # what every library and generator underneath takes
+INT_LIMIT = 2**31  # all libraries and random generators in use accept integers below this
 LIMITS = {"above": "above {:g}", "minimum": "{:g} or more", "maximum": "at most {:g}", "below": "below {:.10g}"}
 
 
 def setting(default: Any, text: str, *, local: bool = False, **limits: float) -> Any:
-    """A field of a `Config`.
+    """Declare a field of a `Config`.
 
     Args:
-        default: its default value.
-        text: its help on the command line.
-        local: whether it names a file, folder or repository, which a file from someone else must not decide.
-        limits: the range of a number, by `above`, `minimum`, `maximum` and `below`. A subclass that declares the field
-            again with another default inherits the limits that it does not give.
+        default: The default value.
+        text: The help text on the command line.
+        local: Whether the value names a file, folder or repository. Such a value is never taken from a file, because
+            the file may come from someone else.
+        limits: The range of a number: `above`, `minimum`, `maximum`, `below`. A subclass that declares the field again
+            with another default inherits the limits that it does not specify.
     """
     assert limits.keys() <= LIMITS.keys()
     return field(default=default, metadata={"help": text, **limits} | ({"local": True} if local else {}))
@@ -51,12 +51,12 @@ def setting(default: Any, text: str, *, local: bool = False, **limits: float) ->
 
 @dataclass(frozen=True)
 class Config:
-    """Base class of every configuration: each field is checked against its annotation and its limits.
+    """Base class of all configurations. It checks each field against its annotation and its limits.
 
     A field is annotated with `int`, `float`, `bool`, `str`, a `Literal` of strings, `tuple[X, ...]` of one of these,
-    another `Config`, or one of them `| None`. An `int` is accepted for a `float` and converted, NumPy scalars become
-    their Python values, a list becomes a tuple; nothing else is converted. A subclass with checks of its own calls
-    `super().__post_init__()` first, after which the types are known:
+    another `Config`, or one of them `| None`. An `int` is converted to a `float` where the annotation is `float`, a
+    NumPy scalar to its Python value, and a list to a tuple; nothing else is converted. A subclass with its own checks
+    calls `super().__post_init__()` first, which guarantees the types:
 
         @dataclass(frozen=True)
         class Settings(Config):
@@ -69,7 +69,7 @@ class Config:
                     raise SelfTPTError(f"share {self.share:g} keeps none of the {self.views} views")
 
     Raises:
-        SelfTPTError: a value is not what its field allows.
+        SelfTPTError: A field does not allow its value.
     """
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Config:
 
     @classmethod
     def _limits(cls) -> dict[str, dict[str, Any]]:
-        """The metadata of each field, with what it inherits."""
+        """Return the metadata of each field, including inherited metadata."""
         metadata: dict[str, dict[str, Any]] = {}
         for base in reversed(cls.__mro__):
             for name, declared in getattr(base, "__dataclass_fields__", {}).items():
@@ -94,7 +94,11 @@ class Config:
 
 
 def _convert(kind: Any, limits: Mapping[str, Any], value: Any) -> Any:
-    """A value as its annotation has it; ValueError if the annotation or the limits do not allow it."""
+    """Convert a value to the type of its annotation.
+
+    Raises:
+        ValueError: The annotation or the limits do not allow the value.
+    """
     if getattr(value, "shape", None) == ():  # a NumPy scalar
         value = value.item()
     inner = get_args(kind)
@@ -130,12 +134,12 @@ def _within(limits: Mapping[str, Any], value: float) -> bool:
 
 
 def _describe(kind: Any, limits: Mapping[str, Any], value: Any) -> str:
-    """What a field allows, for the error message about `value`."""
+    """Describe the values that a field allows, for the error message about `value`."""
     inner = get_args(kind)
     if _optional(kind):
         return f"{_describe(inner[0], limits, value)}, or none"
     if get_origin(kind) is tuple:
-        return f"a list of which each item is {_describe(inner[0], limits, value)}"
+        return f"a list in which each item is {_describe(inner[0], limits, value)}"
     if get_origin(kind) is Literal:
         return f"one of {', '.join(inner)}"
     if kind is int and isinstance(value, int) and abs(value) >= INT_LIMIT:
@@ -150,14 +154,18 @@ def _optional(kind: Any) -> bool:
 
 
 def check_template(template: str) -> None:
-    """Refuse a template without exactly one {} for the class name."""
+    """Check that a template has exactly one {} for the class name.
+
+    Raises:
+        SelfTPTError: It has none or several.
+    """
     if template.count("{}") != 1:
         raise SelfTPTError(f"the template {template!r} must have one {{}} where the class name goes")
 
 
 @dataclass(frozen=True)
 class ContrastConfig(Config):
-    """Contrastive prompt tuning. Eq. 7 to 9; a prompt keeps it, and stage 2 follows it."""
+    """Configuration of contrastive prompt tuning, CPT (Eq. 7 to 9). It is saved with a prompt, and stage 2 uses it."""
 
     views: tuple[CptView, ...] = setting(("end", "front", "middle", "hand_crafted"), "views that CPT contrasts")
     template: str = setting("a photo of a {}.", "template of the hand-crafted view")
@@ -176,23 +184,24 @@ class ContrastConfig(Config):
 
     @property
     def learned(self) -> tuple[View, ...]:
-        """Those of the views that have soft prompts."""
+        """The views that contain prompt vectors: all but the hand-crafted one."""
         return tuple(view for view in VIEWS if view in self.views)
 
 
-PROMPT_ALONE = ContrastConfig(views=VIEWS)  # without a hand-crafted view: class names need no room for a template
+# For methods without a hand-crafted view: the length of class names is then not limited by a template.
+PROMPT_ALONE = ContrastConfig(views=VIEWS)
 
 
 @dataclass(frozen=True)
 class TrainConfig(Config):
-    """Learning a prompt from labelled images, as all methods of CoOp's family do. The defaults are the paper's."""
+    """Configuration of learning from labelled images, shared by all such methods. The defaults are the paper's."""
 
     length: int = setting(4, "number of context vectors, M", above=0)
-    words: str = setting("a photo of a", "words the context starts from")
+    words: str = setting("a photo of a", "words whose token embeddings initialise the context")
     epochs: int = setting(10, "epochs", above=0)
     shots: int | None = setting(16, "images per class; none takes all", above=0)
     crops: int | None = setting(
-        None, "random crops of each image, taken in turn; none makes a new one for every epoch", above=0
+        None, "random crops of each image, used in turn; none makes a new crop for every epoch", above=0
     )
     batch: int = setting(4, "images per step", above=0)
     lr: float = setting(0.002, "learning rate", above=0)
@@ -201,22 +210,22 @@ class TrainConfig(Config):
     weight_decay: float = setting(5e-4, "weight decay of SGD", minimum=0)
     chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
     seed: int = setting(1, "random seed", minimum=0, below=INT_LIMIT)
-    max_megapixels: float = setting(80.0, "larger images are refused", above=0)
+    max_megapixels: float = setting(80.0, "maximum size of an image; larger images are rejected", above=0)
 
 
 @dataclass(frozen=True)
 class LearnConfig(TrainConfig):
-    """Stage 1. The defaults are the paper's where it says; docs/method.md lists what it leaves open."""
+    """Configuration of stage 1. The defaults are the paper's, where it gives them; docs/method.md lists the others."""
 
     ce: float = setting(1.0, "weight of cross-entropy", minimum=0)
     cpt: float = setting(1.0, "weight of contrastive prompt tuning", minimum=0)
     gm: float = setting(1.0, "weight of gradient matching", minimum=0)
     matching: Matching = setting("cosine", "how gradients are matched: cosine or mse")
     decay: float = setting(0.9, "decay of the moving average of gradients; 0 turns it off", minimum=0, below=1)
-    hidden: int | None = setting(None, "hidden width of the head; none takes that of the features", above=0)
+    hidden: int | None = setting(None, "hidden width of the head; none takes the dimension of the features", above=0)
     projection: int = setting(128, "output width of the head", above=0)
     classes_per_step: int | None = setting(
-        None, "classes drawn for each step; none takes all, which is exact", minimum=2
+        None, "classes sampled for each step; none takes all, which is exact", minimum=2
     )
     contrast: ContrastConfig = field(default_factory=ContrastConfig)
 
@@ -227,13 +236,13 @@ class LearnConfig(TrainConfig):
 
     @property
     def contrasts(self) -> bool:
-        """Whether CPT is needed: as a loss, or for its gradient."""
+        """Whether CPT is computed, as a loss or for gradient matching."""
         return self.cpt > 0 or self.gm > 0
 
 
 @dataclass(frozen=True)
 class AdaptConfig(Config):
-    """Stage 2. The defaults are the paper's where it says; docs/method.md lists what it leaves open."""
+    """Configuration of stage 2. The defaults are the paper's, where it gives them; docs/method.md lists the others."""
 
     steps: int = setting(10, "steps of SGD", minimum=0)
     lr: float = setting(0.1, "learning rate", above=0)
@@ -242,7 +251,7 @@ class AdaptConfig(Config):
     template: str | None = setting(
         None, "template of the hand-crafted view, with {} for the class name; none takes the prompt's"
     )
-    vectors: ClassVectors = setting("end", "class vectors: of the end view, or the mean of the learned views")
+    vectors: ClassVectors = setting("end", "class vectors: those of the end view, or the mean over the learned views")
     chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
 
     def __post_init__(self) -> None:
@@ -253,34 +262,36 @@ class AdaptConfig(Config):
 
 @dataclass(frozen=True)
 class PredictConfig(Config):
-    """Stage 3. With `views` above 1 it is Self-TPT-v: the image and random crops of it, merged."""
+    """Configuration of stage 3. With several views, predictions are averaged over them; 64 views are Self-TPT-v."""
 
-    top: int = setting(5, "classes named for each image", above=0)
-    views: int = setting(1, "views of an image: itself and random crops; 64 is Self-TPT-v", above=0)
+    top: int = setting(5, "classes listed for each image", above=0)
+    views: int = setting(1, "views of an image: the image and random crops of it; 64 is Self-TPT-v", above=0)
     confidence_ratio: float = setting(
-        1.0, "share of the views that are merged: those with the lowest entropy", above=0, maximum=1
+        1.0, "share of the views that are averaged: those with the lowest entropy", above=0, maximum=1
     )
     seed: int = setting(0, "seed of the random crops", minimum=0, below=INT_LIMIT)
     batch: int = setting(32, "images or views that the image tower encodes at once", above=0)
-    max_megapixels: float = setting(80.0, "larger images are refused", above=0)
+    max_megapixels: float = setting(80.0, "maximum size of an image; larger images are rejected", above=0)
 
 
 @dataclass(frozen=True)
 class BenchConfig(Config):
-    """How much of the data a benchmark takes. The defaults are the paper's."""
+    """How much data a benchmark uses. The defaults are the paper's."""
 
     shots: int | None = setting(16, "images per class to learn from; none takes all", above=0)
     share: float = setting(1.0, "share of these images that is used: 0.25, 0.5, 0.75", above=0, maximum=1)
-    source_classes: int | None = setting(None, "classes to learn from, drawn by the seed; none takes all", minimum=2)
+    source_classes: int | None = setting(
+        None, "classes to learn from, sampled with the seed; none takes all", minimum=2
+    )
     limit: int | None = setting(
         None,
-        "test images of each dataset (in base-to-new of each half), balanced over classes; none takes all",
+        "test images per dataset (in base-to-new, per half), balanced over classes; none takes all",
         above=0,
     )
 
 
 def kind_of(settings: Any, path: Sequence[str]) -> Any:
-    """The annotation of the field at `path`, or None if there is no such field."""
+    """Return the annotation of the field at `path`, or None if there is no such field."""
     name, *rest = path
     name = RENAMED_SETTINGS.get(name, name)
     if name not in {field.name for field in dataclasses.fields(settings)}:
@@ -291,12 +302,14 @@ def kind_of(settings: Any, path: Sequence[str]) -> Any:
 
 
 def change(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Replace fields, all at once, because the values of one may decide which values another may have.
+    """Replace fields of a configuration.
+
+    All fields are replaced at once, because the values that one field allows may depend on another.
 
     Args:
-        settings: A configuration.
-        changes: Values by the dotted names of fields, which must exist: `{"learn.lr": 0.02}`. A value is one of JSON,
-            as `--set` gives it; for a tuple also a string with commas.
+        settings: The configuration.
+        changes: New values by the dotted names of existing fields: `{"learn.lr": 0.02}`. Values are JSON values, as
+            `--set` passes them. A tuple may also be a string of items separated by commas.
 
     Raises:
         SelfTPTError: A field does not allow its value.
@@ -321,21 +334,21 @@ def change(settings: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def restore(default: Any, values: Mapping[str, Any]) -> Any:
-    """A configuration from what `dataclasses.asdict` made of it, after a round trip through JSON.
+    """Restore a configuration from the output of `dataclasses.asdict`, after a round trip through JSON.
 
     Args:
-        default: A configuration of the same classes.
-        values: Its fields; all must be there, and no others.
+        default: A configuration of the same class.
+        values: The values of exactly its fields.
 
     Raises:
-        SelfTPTError: The fields are others, or do not allow the values.
+        SelfTPTError: A field is missing or unknown, or does not allow its value.
     """
     fields = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
     if isinstance(values, Mapping):
         values = current_names(values)
     if not isinstance(values, Mapping) or values.keys() != fields.keys():
         raise SelfTPTError(
-            f"{type(default).__name__} of another version of selftpt: it has the fields {', '.join(fields)}"
+            f"{type(default).__name__} comes from another version of selftpt: its fields must be {', '.join(fields)}"
         )
     return dataclasses.replace(
         default,
@@ -347,7 +360,7 @@ def restore(default: Any, values: Mapping[str, Any]) -> Any:
 
 
 def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that an earlier version wrote, under the names of this version."""
+    """Rename the fields of a configuration that an earlier version wrote to their present names."""
     return {RENAMED_SETTINGS.get(name, name): value for name, value in values.items()}
 
 
@@ -357,14 +370,14 @@ def deprecated(what: str, instead: str) -> None:
 
 
 def without_places(default: Any) -> dict[str, Any]:
-    """The default values of the fields of a configuration that name files, folders or repositories."""
+    """Return the default values of those fields of a configuration that name files, folders or repositories."""
     return {
         field.name: getattr(default, field.name) for field in dataclasses.fields(default) if "local" in field.metadata
     }
 
 
 def none_for_zero(name: str, value: int) -> int | None:
-    """The value of a setting that may be None, for which the command line took 0 before: deprecated."""
+    """Return None for 0, with a deprecation warning: earlier versions accepted 0 for "no limit"."""
     if value == 0:
         deprecated(f"0 for {name}", "none")
     return value or None

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-SIDE, LINE, GAP = 240, 20, 12  # of an image, of a line of text, between tiles; in pixels
+SIDE, LINE, GAP = 240, 20, 12  # pixels: side of an image, height of a line of text, gap between tiles
 
 
 class Tile(NamedTuple):
-    """An RGB image and the lines of text below it, each with its colour."""
+    """An RGB image and its caption: pairs of a line of text and its colour."""
 
     image: Image.Image
     lines: Sequence[tuple[str, str]]
@@ -44,7 +44,7 @@ def contact_sheet(title: str, tiles: Sequence[Tile], columns: int = 4) -> Image.
 
 
 def _shorten(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """Cut a text to the width of a tile."""
+    """Shorten a text to the width of a tile."""
     while font.getlength(text) > SIDE:
         text = text.removesuffix("…")[:-1] + "…"
     return text

@@ -1,4 +1,4 @@
-"""What a user is told."""
+"""Errors and warnings of selftpt."""
 
 import sys
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 
 class SelfTPTError(Exception):
-    """A mistake a user can mend: its text says what is wrong, where, and what to do."""
+    """An error that the user can fix. Its message says what is wrong, where, and what to do."""
 
 
 class SelfTPTWarning(UserWarning):
-    """Something a user should know, after which the work goes on."""
+    """A problem that the user should know about and that does not stop the program."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Files: safetensors with a JSON header and digests, written atomically and verified when they are read.
 
-A file may come from anybody or have been damaged on the way: everything in it is checked before it is used, and what is
-wrong with it is said in one line.
+A file may be untrusted or damaged. Everything in it is checked before it is used, and every problem is reported as a
+`SelfTPTError` of one line.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from safetensors import SafetensorError, safe_open
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 
-if TYPE_CHECKING:  # files without tensors do without torch
+if TYPE_CHECKING:  # torch takes seconds to import, and files without tensors do not need it
     from torch import Tensor
 
-FORMAT = 2  # 1 has no digests
+FORMAT = 2  # format 1 has no digests
 MAX_HEADER = 32 << 20  # bytes
 MAX_SIZE = 8 << 30  # bytes of a file that is read into memory
-MAX_DEPTH = 24  # of objects and lists inside each other in a header
-DTYPES = {  # code in safetensors: name in torch
+MAX_DEPTH = 24  # of nested objects and lists in a header
+DTYPES = {  # safetensors code: torch name
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
 }  # fmt: skip
-# Control characters, and surrogates other than those of file names that are not UTF-8: not to be shown in a line.
+# Characters that must not be printed: control characters and surrogates, except the surrogates with which Python
+# represents file names that are not UTF-8.
 CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udc7f\udd00-\udfff]")
 
 
 def cache_folder() -> Path:
-    """The folder for features and adapted classifiers: $SELFTPT_CACHE, or selftpt in the user's cache folder.
+    """Return the folder for cached features and classifiers: $SELFTPT_CACHE, or `selftpt` in the user's cache folder.
 
-    A user without a home folder, as in some containers, gets a private folder among the temporary files.
+    Without a home folder, as in some containers, it is a private folder in the folder for temporary files.
 
     Raises:
-        SelfTPTError: The private folder exists and belongs to someone else, or others may write to it.
+        SelfTPTError: The private folder cannot be created, belongs to another user, or can be accessed by others.
     """
     if chosen := os.environ.get("SELFTPT_CACHE"):
         return Path(chosen)
@@ -64,12 +65,12 @@ def cache_folder() -> Path:
         found = folder.lstat()
     except OSError as error:
         raise SelfTPTError(
-            f"cannot make the folder {folder}: {error.strerror}; set SELFTPT_CACHE to another"
+            f"cannot create the folder {folder}: {error.strerror}; set SELFTPT_CACHE to another folder"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or (user is not None and (found.st_uid != user or found.st_mode & 0o077)):
-        raise SelfTPTError(f"{folder} is not a private folder of this user: set SELFTPT_CACHE to one that is")
+        raise SelfTPTError(f"{folder} is not a private folder of this user: set SELFTPT_CACHE to another folder")
     warnings.warn(
-        f"there is no home folder: the cache is {folder}; set SELFTPT_CACHE to choose another",
+        f"there is no home folder: the cache is {folder}; set SELFTPT_CACHE to choose another folder",
         SelfTPTWarning,
         stacklevel=1,
     )
@@ -77,16 +78,16 @@ def cache_folder() -> Path:
 
 
 def digest(*parts: object) -> str:
-    """A short name for what is told by `parts`: the same for equal parts, on every machine."""
+    """Return a digest of values that JSON can represent: 32 hexadecimal digits, the same on every machine."""
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Refuse to put a file in the place of a folder or a device; say in one line why a file cannot be written."""
+def _write_errors(path: Path) -> Iterator[None]:
+    """Raise a `SelfTPTError` if `path` is a folder or a device, or if writing in this context fails."""
     try:
         if path.exists() and not path.is_file():
-            what = "a folder" if path.is_dir() else "no ordinary file"
+            what = "a folder" if path.is_dir() else "not a regular file"
             raise SelfTPTError(f"cannot write {path}: it is {what}; give the name of a file")
         yield
     except OSError as error:
@@ -94,8 +95,8 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is either the old one or the new one, whatever happens."""
-    with _writing(path):
+    """Write a file atomically: an interruption leaves either the old or the new content."""
+    with _write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name[:32]}.{secrets.token_hex(4)}")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -112,8 +113,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _updating(path: Path) -> Iterator[IO[bytes]]:
-    """A file, made if there is none, to be changed in place; the changes are on the disk afterwards."""
-    with _writing(path):
+    """Open a file to change it in place, and create it if necessary. On exit, the changes are flushed to the disk."""
+    with _write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             yield file
@@ -122,7 +123,7 @@ def _updating(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_after(path: Path, kept: int, content: bytes) -> None:
-    """Write after the first `kept` bytes of a file, in place of what follows them."""
+    """Replace everything after the first `kept` bytes of a file with `content`."""
     with _updating(path) as file:
         file.truncate(kept)
         file.seek(0, os.SEEK_END)
@@ -130,19 +131,23 @@ def write_after(path: Path, kept: int, content: bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file that other processes may add to as well; a line left half-written by one is removed."""
+    """Append a line to a file, safely with other processes that append to it. An incomplete last line is removed."""
     with _updating(path) as file:
-        with contextlib.suppress(ImportError):  # Windows has no such lock
+        with contextlib.suppress(ImportError):  # Windows has no fcntl
             import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # held until the file is closed
         file.truncate(file.seek(file.read().rfind(b"\n") + 1))
         file.write(line.encode() + b"\n")
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before any work, an output that could not be written after it."""
-    with _writing(path):
+    """Check that a file can be written, so that a long computation does not fail at its end.
+
+    Raises:
+        SelfTPTError: The file cannot be written.
+    """
+    with _write_errors(path):
         folder = path.absolute().parent
         while not folder.exists():
             folder = folder.parent
@@ -153,10 +158,10 @@ def check_writable(path: Path) -> None:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading; refuse a folder, pipe, socket or device without waiting for it.
+    """Open a regular file for reading. A pipe or device is rejected at once, without waiting for its data.
 
     Raises:
-        SelfTPTError: There is no such file, it is no regular file, or it may not be read.
+        SelfTPTError: The file does not exist, is not a regular file, or cannot be read.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -167,34 +172,34 @@ def open_regular(path: Path) -> IO[bytes]:
         os.close(handle)
         why: object = "it is a folder" if stat.S_ISDIR(mode) else "it is not a regular file"
     except FileNotFoundError as error:
-        raise SelfTPTError(f"{_shown(path)} does not exist") from error
+        raise SelfTPTError(f"{_printable(path)} does not exist") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         why = getattr(error, "strerror", None) or error
-    raise SelfTPTError(f"cannot read {_shown(path)}: {why}")
+    raise SelfTPTError(f"cannot read {_printable(path)}: {why}")
 
 
 def set_aside(path: Path, why: object) -> None:
-    """Rename a damaged file to `<name>.damaged`, in place of an older one, and warn; failure to rename is no error.
+    """Rename a damaged file to `<name>.damaged` and warn. If it cannot be renamed, the warning says so.
 
     Args:
-        path: The file, which whoever calls this goes on without.
+        path: The file. An older file of the new name is replaced.
         why: One line that names the file and says what is wrong with it.
     """
     aside = path.with_name(f"{path.name}.damaged")
     try:
         os.replace(path, aside)
-        done = f"set aside as {_shown(Path(aside.name))}"
+        done = f"set aside as {_printable(Path(aside.name))}"
     except OSError as error:
         done = f"it could not be set aside ({error.strerror or error})"
     warnings.warn(f"{why}: {done}", SelfTPTWarning, stacklevel=3)
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of unknown origin.
+    """Parse untrusted JSON.
 
     Raises:
-        ValueError: It is not JSON, or it has NaN, an infinite number, an integer of more than 20 digits, an object
-            with a repeated key, or more than `MAX_DEPTH` objects and lists inside each other.
+        ValueError: The text is not JSON, or it has NaN, an infinite number, an integer of more than 20 digits, an
+            object with a repeated key, or more than `MAX_DEPTH` nested objects and lists.
     """
     try:
         value = json.loads(
@@ -202,8 +207,10 @@ def parse_json(text: str) -> Any:
         )
         level = [value]
         for _ in range(MAX_DEPTH + 1):
-            wholes = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-            level = [part for whole in wholes for part in whole]
+            nested = [
+                item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)
+            ]
+            level = [item for items in nested for item in items]
         if level:
             raise RecursionError
     except RecursionError:
@@ -234,16 +241,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Schema:
-    """What a kind of file has to hold: it is checked when a file is written and when it is read.
+    """Required content of a kind of file, which is checked when a file is written and when it is read.
 
     Args:
-        header: The type of each entry of the header, all of which are needed and no others allowed: `int`, `float`,
-            `bool`, `str` (that can be shown in one line), `list` or `dict` of anything, `X | None`, or a mapping that
-            is the schema of an object.
-        tensors: The dimensions of each tensor: `{"w": "E D", "b": "E"}`; a letter stands for the same size wherever it
-            occurs. Tensors are float32, or int64 where the dimensions start with `I64`. The name `*` allows other
-            tensors too. None allows any tensors.
-        oldest: The oldest format that is read; format 1 has no digests.
+        header: The type of each entry of the header: `int`, `float`, `bool`, `str` (without control characters), `list`
+            or `dict` of anything, `X | None`, or a mapping that is the schema of an object. All entries are required,
+            and no others are allowed.
+        tensors: The dimensions of each tensor: `{"w": "E D", "b": "E"}`. A letter stands for the same size wherever it
+            occurs. Tensors are float32, or int64 where the dimensions start with `I64`. The name `*` allows
+            additional tensors. None allows any tensors.
+        oldest: The oldest format that can be read; format 1 has no digests.
     """
 
     header: Mapping[str, Any]
@@ -251,10 +258,10 @@ class Schema:
     oldest: int = 1
 
     def check(self, header: Mapping[str, Any]) -> dict[str, int]:
-        """Check a header with what it says of the tensors.
+        """Check a header, including the shapes and data types of the tensors.
 
         Returns:
-            The size of each dimension that `tensors` names.
+            The size of each dimension in `tensors`, by its letter.
 
         Raises:
             ValueError: The header does not follow the schema.
@@ -285,7 +292,7 @@ class Schema:
 
 
 def _check_type(value: Any, kind: Any, where: str) -> None:
-    """Raise ValueError unless a value of JSON has the type that a schema gives."""
+    """Raise a ValueError unless a JSON value has the type that a schema gives."""
     if isinstance(kind, Mapping):
         _check_type(value, dict, where)
         if missing := kind.keys() - value.keys():
@@ -308,10 +315,17 @@ def _check_type(value: Any, kind: Any, where: str) -> None:
 def write_tensors(
     path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, Any], schema: Schema | None = None
 ) -> None:
-    """Write tensors and a JSON header as one safetensors file, with digests of all its content.
+    """Write tensors and a JSON header to a safetensors file, with digests of all its content.
 
-    The metadata of the file has one key, `selftpt`: the SHA-256 digest of the header, a space, and the header, which
-    holds the data type, shape and digest of each tensor. Equal content gives equal bytes.
+    The metadata of the file has one key, `selftpt`. Its value is the SHA-256 digest of the header, a space, and the
+    header, which contains the data type, shape and digest of each tensor. Equal content gives equal bytes.
+
+    Args:
+        path: The file.
+        kind: The kind of file, such as "prompt".
+        tensors: The tensors by name.
+        header: Further entries of the header.
+        schema: What the file must contain.
 
     Raises:
         SelfTPTError: The content does not follow the schema, or the file cannot be written.
@@ -319,8 +333,8 @@ def write_tensors(
     import torch
     from safetensors.torch import save
 
-    # Copies, because safetensors refuses tensors that share memory.
-    copies = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    # Copies, because safetensors rejects tensors that share memory.
+    copies = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     described = {name: _describe(tensor) for name, tensor in copies.items()}
     text = json.dumps({"format": FORMAT, "kind": kind, **header, "tensors": described})
     try:
@@ -334,7 +348,7 @@ def write_tensors(
         if len(content) > MAX_SIZE:
             raise ValueError(f"it has {len(content)} bytes, more than {MAX_SIZE}")
     except ValueError as error:
-        raise SelfTPTError(f"cannot write {path}, which would not be a valid {kind} file: {error}") from error
+        raise SelfTPTError(f"cannot write {path}: it would not be a valid {kind} file: {error}") from error
     write_atomically(path, content)
 
 
@@ -345,19 +359,19 @@ def read_tensors(
 
     Args:
         path: The file.
-        kind: The kind that it must be of; None allows any.
-        schema: What it must hold.
-        mapped: Whether the tensors are mapped into memory, for files that need not fit. They are still verified, for
-            which they are read once. A file whose path is not UTF-8 cannot be mapped and is read instead.
+        kind: The kind of file that is required; None allows any.
+        schema: What the file must contain.
+        mapped: Whether to memory-map the tensors, so that the file may be larger than memory. They are still verified,
+            which reads them once. A file whose path is not UTF-8 cannot be mapped and is read instead.
 
     Returns:
-        The header, whose `tensors` are the data type, shape and digest of each (the digest is not in a file of format
-        1, which has none), and the tensors.
+        The header and the tensors. `header["tensors"]` has the data type, shape and digest of each tensor; files of
+        format 1 have no digests.
 
     Raises:
-        SelfTPTError: The file cannot be read, is damaged, or is not what it has to be.
+        SelfTPTError: The file cannot be read, is damaged, or does not have the required kind or content.
     """
-    with open_regular(path) as file, _one_line(path, kind):
+    with open_regular(path) as file, _read_errors(path, kind):
         header = _read_header(path, file, kind, schema)
         tensors = _read_data(path, file, header, mapped)
         if schema:
@@ -366,8 +380,8 @@ def read_tensors(
 
 
 def read_header(path: Path, kind: str, schema: Schema | None = None) -> dict[str, Any]:
-    """The verified header of a file, as `read_tensors` returns it; the tensors are not read."""
-    with open_regular(path) as file, _one_line(path, kind):
+    """Read and verify the header of a file, as `read_tensors` does, without reading the tensors."""
+    with open_regular(path) as file, _read_errors(path, kind):
         return _read_header(path, file, kind, schema)
 
 
@@ -377,7 +391,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def verify_file(path: Path) -> dict[str, Any]:
-    """Read the header of a file of any kind, and verify all of the file by its digests, without torch.
+    """Read the header of a file of any kind, and verify the whole file by its digests, without importing torch.
 
     Returns:
         The header, as `read_tensors` returns it.
@@ -385,7 +399,7 @@ def verify_file(path: Path) -> dict[str, Any]:
     Raises:
         SelfTPTError: The file cannot be read or is damaged.
     """
-    with open_regular(path) as file, _one_line(path, None):
+    with open_regular(path) as file, _read_errors(path, None):
         header = _read_header(path, file, None, None)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
@@ -393,7 +407,7 @@ def verify_file(path: Path) -> dict[str, Any]:
         for name, entry in header["tensors"].items():
             place = layout.get(name, {})
             if any(place.get(key) != entry[key] for key in ("dtype", "shape")):
-                raise _damaged(path, "it was changed while it was read")
+                raise _damaged(path, "it changed while it was read")
             begin, end = place["data_offsets"]
             file.seek(8 + length + begin)
             if "sha256" in entry and _digest_of(file, end - begin) != entry["sha256"]:
@@ -402,7 +416,7 @@ def verify_file(path: Path) -> dict[str, Any]:
 
 
 def _digest_of(file: IO[bytes], count: int) -> str:
-    """The SHA-256 digest of the next `count` bytes of a file."""
+    """Return the SHA-256 digest of the next `count` bytes of a file."""
     sha = sha256()
     while count and (part := file.read(min(count, 1 << 20))):
         sha.update(part)
@@ -411,33 +425,33 @@ def _digest_of(file: IO[bytes], count: int) -> str:
 
 
 @contextlib.contextmanager
-def _one_line(path: Path, kind: str | None) -> Iterator[None]:
-    """Say in one line what is wrong with a file."""
+def _read_errors(path: Path, kind: str | None) -> Iterator[None]:
+    """Turn errors of reading a file into a `SelfTPTError` of one line."""
     try:
         yield
     except SafetensorError as error:
-        raise _damaged(path, "it was changed while it was read") from error
+        raise _damaged(path, "it changed while it was read") from error
     except ValueError as error:
-        raise SelfTPTError(f"{_shown(path)} is not a valid {kind or 'selftpt'} file: {error}") from error
+        raise SelfTPTError(f"{_printable(path)} is not a valid {kind or 'selftpt'} file: {error}") from error
     except OSError as error:
-        raise SelfTPTError(f"cannot read {_shown(path)}: {error.strerror or error}") from error
+        raise SelfTPTError(f"cannot read {_printable(path)}: {error.strerror or error}") from error
     except MemoryError as error:
-        raise SelfTPTError(f"cannot read {_shown(path)}: it does not fit into memory") from error
+        raise SelfTPTError(f"cannot read {_printable(path)}: it does not fit into memory") from error
 
 
 def _damaged(path: Path, why: str) -> SelfTPTError:
-    return SelfTPTError(f"{_shown(path)} is damaged ({why}): make it again or take a copy")
+    return SelfTPTError(f"{_printable(path)} is damaged ({why}): create it again or restore a copy")
 
 
 def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema | None) -> dict[str, Any]:
-    """The verified header of a file."""
+    """Read and verify the header of a file."""
     try:
         if not 0 < int.from_bytes(file.read(8), "little") <= MAX_HEADER:
             raise ValueError("no header")
         with safe_open(path, framework="numpy") as opened:  # unlike "pt", it opens paths that are not UTF-8
             signature, brace, rest = opened.metadata()["selftpt"].partition("{")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            layout = {name: {"dtype": one.get_dtype(), "shape": one.get_shape()} for name, one in slices.items()}
+            layout = {name: {"dtype": s.get_dtype(), "shape": s.get_shape()} for name, s in slices.items()}
         header: dict[str, Any] = parse_json(text := brace + rest)
         format, found_kind = header["format"], header["kind"]
         if type(format) is not int or type(found_kind) is not str or CONTROL.search(found_kind):
@@ -447,11 +461,11 @@ def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema |
                 entry["sha256"] = str(header["tensors"][name]["sha256"])
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
         raise SelfTPTError(
-            f"{_shown(path)} is not a file of selftpt, or it was cut short or damaged: make it again or take a copy"
+            f"{_printable(path)} is not a selftpt file, or is truncated or damaged: create it again or restore a copy"
         ) from error
     if not 1 <= format <= FORMAT:
         raise SelfTPTError(
-            f"{_shown(path)} has format {format}, and this selftpt reads {FORMAT}: "
+            f"{_printable(path)} has format {format}, and this version of selftpt reads formats up to {FORMAT}: "
             "use the version that wrote it, or a newer one"
         )
     if not (format > 1) == bool(signature) == ("tensors" in header):
@@ -459,7 +473,7 @@ def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema |
     if signature and signature != f"{sha256(text.encode()).hexdigest()} ":
         raise _damaged(path, "its header does not match its digest")
     for name, entry in layout.items():
-        # Zeros are left out, because torch holds no shape whose other sizes overflow.
+        # A size of 0 counts as 1, because torch cannot represent a shape whose other sizes overflow.
         elements = math.prod(size or 1 for size in entry["shape"])
         if entry["dtype"] not in DTYPES or len(entry["shape"]) > 16 or elements >= 2**60:
             raise _damaged(path, f"its tensor {ascii(name)[:60]} cannot be read")
@@ -468,20 +482,20 @@ def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema |
     if "meaningless" in header:  # the key of earlier versions
         header["random_init"] = header.pop("meaningless")
     if kind is not None and found_kind != kind:
-        raise SelfTPTError(f"{_shown(path)} holds a {found_kind[:60]}, not a {kind}")
+        raise SelfTPTError(f"{_printable(path)} holds a {found_kind[:60]}, not a {kind}")
     if schema:
         if format < schema.oldest:
-            raise ValueError(f"it has format {format}, which has no digests: make it again")
+            raise ValueError(f"it has format {format}, which has no digests: create it again")
         schema.check(header)
     return header
 
 
 def _read_data(path: Path, file: IO[bytes], header: Mapping[str, Any], mapped: bool) -> dict[str, Tensor]:
-    """The tensors of a file, verified by its header."""
+    """Read the tensors of a file and verify them by its header."""
     from safetensors.torch import load
 
     expected = header["tensors"]
-    if mapped and str(path).encode(errors="replace").decode() == str(path):  # safetensors maps no other paths
+    if mapped and str(path).encode(errors="replace").decode() == str(path):  # safetensors maps only UTF-8 paths
         with safe_open(path, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in expected}
     elif (size := os.fstat(file.fileno()).st_size) > MAX_SIZE:
@@ -496,7 +510,7 @@ def _read_data(path: Path, file: IO[bytes], header: Mapping[str, Any], mapped: b
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:
-    """What a header says of a tensor."""
+    """Return the entry of a tensor in a header."""
     import torch
 
     codes = {getattr(torch, name): code for code, name in DTYPES.items()}
@@ -510,6 +524,6 @@ def _check_finite(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{ascii(name)[:60]} has values that are not finite")
 
 
-def _shown(path: Path) -> str:
-    """A path in one line."""
+def _printable(path: Path) -> str:
+    """Return a path for a message, escaped if it contains characters that must not be printed."""
     return ascii(str(path)) if CONTROL.search(str(path)) else str(path)

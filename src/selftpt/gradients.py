@@ -1,4 +1,4 @@
-"""Gradients whatever mode the caller is in."""
+"""Gradients that work in every gradient mode of the caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def with_gradients(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that it also works under `torch.no_grad()` and `torch.inference_mode()`."""
+    """Decorate a function that needs gradients, so that it can be called in `torch.no_grad()` or `inference_mode()`."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,5 +25,5 @@ def with_gradients(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def differentiable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of one that was made in inference mode, which autograd refuses."""
+    """Return a tensor that autograd accepts: the tensor itself, or a copy if it was made in inference mode."""
     return tensor.clone() if tensor.is_inference() else tensor

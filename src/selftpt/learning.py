@@ -1,4 +1,4 @@
-"""Stage 1: soft prompts are learned on source data with cross-entropy, CPT and gradient matching."""
+"""Stage 1: learn a prompt on source data with cross-entropy, CPT and gradient matching."""
 
 from __future__ import annotations
 
@@ -45,16 +45,20 @@ def learn(
     Args:
         model: The frozen model.
         source: A `Source`, or anything that `Source.read` accepts: a folder with one folder per class, a CSV file of
-            paths and class names, a torchvision dataset, or a dataset of Hugging Face.
+            paths and class names, a torchvision dataset, or a Hugging Face dataset.
         config: The configuration; by default the paper's.
-        out: Where the prompt is written. Beside it are `OUT.log.jsonl`, one line per step, and, during training,
-            `OUT.checkpoint`, from which an interrupted run resumes bitwise-identically.
+        out: The file to which the prompt is written. Two files are written next to it: `OUT.log.jsonl` with one line
+            per step, and, during training, `OUT.checkpoint`, from which an interrupted run resumes bitwise-identically.
         initial: Initial values of `context` [M, d] or of the head's `w1`, `b1`, `w2`, `b2`.
         cache: Where image features are cached; by default the user's cache folder.
-        on_error: Called for every image that cannot be used; the others are used.
+        on_error: Called for every image that cannot be used; the image is then left out. By default a warning is
+            issued.
 
     Returns:
         The learned prompt.
+
+    Raises:
+        SelfTPTError: The source or an argument is invalid, `out` cannot be written, or the loss diverges.
 
     Example:
         >>> import selftpt
@@ -87,12 +91,12 @@ def learn_from_features(
     Args:
         model: The frozen model.
         tokens: The class names.
-        features: L2-normalised features of crops [N, crops, D]; each epoch takes the next crop.
+        features: L2-normalised features of crops of each image, [N, crops, D]; each epoch uses the next crop.
         labels: [N].
         config: The configuration.
         out: As in `learn`.
         initial: As in `learn`.
-        optional: Whether a file that cannot be written is a warning instead of an error.
+        optional: Whether to warn instead of raising an error if a file cannot be written.
     """
     training = prompt_training(model, tokens, features, labels, config)
     training.start_from(initial or {})
@@ -120,7 +124,7 @@ def prompt_training(
     Args:
         model: The frozen model.
         tokens: The class names.
-        features: [N, crops, D], L2-normalised features of crops of each image.
+        features: L2-normalised features of crops of each image, [N, crops, D].
         labels: [N].
         config: The configuration.
     """
@@ -152,13 +156,19 @@ def _run_key(
     settings: Mapping[str, object],
     initial: Mapping[str, Tensor] | None,
 ) -> str:
-    """A digest of everything that determines the result, so that only checkpoints of the same run are resumed."""
+    """Return a digest of everything that determines the result; only a checkpoint with the same digest is resumed."""
     hashes = [(name, content_digest(tensor)) for name, tensor in {"": features, **(initial or {})}.items()]
     return digest(code_digest(), model.id.digest, settings, tokens.names, hashes, labels.tolist())
 
 
 class ClassLists:
-    """The class list of a training step: all classes, or those of the batch and a random sample of the others."""
+    """Provides the class list of each step: all classes, or those of the batch and a random sample of the others.
+
+    Args:
+        model: The frozen model.
+        tokens: All class names.
+        config: Its `classes_per_step` is the number of classes of a step; None uses all.
+    """
 
     def __init__(self, model: Model, tokens: ClassTokens, config: LearnConfig) -> None:
         self.model, self.tokens, self.config = model, tokens, config
@@ -175,13 +185,13 @@ class ClassLists:
         return Task(encoder, hand_crafted, tokens.same.to(self.model.device), config.contrast)
 
     def draw(self, labels: Sequence[int], seed: str) -> tuple[Task, Tensor]:
-        """The step's class list, and the labels [B] in it."""
+        """Return the class list of a step, and the labels [B] of the batch as indices into it."""
         if self.all is not None:
             return self.all, torch.tensor(labels)
-        own = sorted(set(labels))
-        others = sorted(set(range(len(self.tokens))) - set(own))
-        wanted = max(0, (self.config.classes_per_step or 0) - len(own))
-        chosen = own + random.Random(seed).sample(others, min(wanted, len(others)))
+        in_batch = sorted(set(labels))
+        others = sorted(set(range(len(self.tokens))) - set(in_batch))
+        count = max(0, (self.config.classes_per_step or 0) - len(in_batch))
+        chosen = in_batch + random.Random(seed).sample(others, min(count, len(others)))
         hand_crafted = (
             None
             if self.hand_crafted is None

@@ -1,4 +1,4 @@
-"""Locks between processes: files that the operating system unlocks when their holder ends, however it ends."""
+"""Locks between processes: lock files that the operating system releases when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from selftpt.errors import SelfTPTError
 def lock(path: Path, wait: bool = True) -> Iterator[bool]:
     """Hold the lock file `path`, which is deleted afterwards.
 
-    Every call opens the file anew, so threads of one process exclude each other as processes do. The lock is the
-    operating system's (`flock`; its counterpart on Windows): it is released when its holder is killed, and a lock file
-    that was left behind blocks nobody.
+    Every call opens the file again, so the lock also works between threads of one process. The operating system holds
+    the lock (`flock`, or its counterpart on Windows) and releases it when the process ends, even if it is killed. A
+    lock file that remains after that blocks nobody.
 
     Args:
         path: The lock file; its folder is created.
@@ -27,9 +27,9 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
         Whether the lock is held; always true with `wait`.
 
     Raises:
-        SelfTPTError: If the file cannot be created, or its file system has no locks.
+        SelfTPTError: The file cannot be created, or its file system does not support locks.
     """
-    # The fallback of filelock is a file whose existence is the lock: after a crash it could block others.
+    # filelock's fallback uses the existence of a file as the lock, which would block other processes after a crash.
     held = FileLock(path, timeout=-1 if wait else 0, poll_interval=0.01, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def lock(path: Path, wait: bool = True) -> Iterator[bool]:
         yield held.is_locked
     finally:
         if held.is_locked:
-            # Deleted while it is held: whoever opened it before finds it unlinked and opens a new one.
-            with contextlib.suppress(OSError):  # Windows does not delete an open file
+            # Deleted while it is held: a process that opened it before notices this and opens a new file.
+            with contextlib.suppress(OSError):  # Windows cannot delete an open file
                 path.unlink()
             held.release()

@@ -14,7 +14,14 @@ from selftpt.config import Matching, Reduction
 
 
 class Head(NamedTuple):
-    """The projection h: two layers with a ReLU between. w1 [E, D], b1 [E], w2 [F, E], b2 [F]."""
+    """The projection head h: two linear layers with a ReLU between them.
+
+    Attributes:
+        w1: Weights of the first layer, [E, D].
+        b1: Its bias, [E].
+        w2: Weights of the second layer, [F, E].
+        b2: Its bias, [F].
+    """
 
     w1: Tensor
     b1: Tensor
@@ -23,15 +30,28 @@ class Head(NamedTuple):
 
 
 def project(features: Tensor, head: Head, normalize: bool = True) -> Tensor:
-    """z = h(g(t)): text features [..., D] to [..., F], of unit length unless `normalize` is off."""
+    """Apply the projection head to text features: z = h(g(t)).
+
+    Args:
+        features: Text features, [..., D].
+        head: The projection head.
+        normalize: Whether the result is L2-normalised.
+
+    Returns:
+        [..., F].
+    """
     z = F.linear(F.relu(F.linear(features, head.w1, head.b1)), head.w2, head.b2)
     return F.normalize(z, dim=-1) if normalize else z
 
 
 def cross_entropy(images: Tensor, classes: Tensor, labels: Tensor, scale: float) -> Tensor:
-    """Eq. 3 with the probabilities of Eq. 1.
+    """Compute the cross-entropy of Eq. 3 with the probabilities of Eq. 1.
 
-    images: [B, D], unit features; classes: [C, D], text features of any length; labels: [B]; scale: 1 / τ.
+    Args:
+        images: L2-normalised image features, [B, D].
+        classes: Text features, [C, D]; they need not be normalised.
+        labels: [B].
+        scale: 1 / τ.
     """
     return F.cross_entropy(scale * images @ F.normalize(classes, dim=-1).t(), labels)
 
@@ -43,17 +63,18 @@ def cpt(
     reduction: Reduction = "mean",
     held: int = 1 << 20,
 ) -> Tensor:
-    """Eq. 9: contrastive prompt tuning over V views of C classes, the sum over positives inside the logarithm.
+    """Compute the contrastive prompt tuning loss of Eq. 9 over V views of C classes.
 
-    Memory is linear in C, also for first and second derivatives; third derivatives are not available.
+    The sum over positives is inside the logarithm. Memory is linear in C, also for first and second derivatives; third
+    derivatives are not supported.
 
     Args:
         z: Projected text features, [V, C, F].
-        same: Equal numbers for classes of equal names, which are then no negatives of each other, [C].
+        same: An integer per class, [C]. Classes with equal integers are not negatives of each other.
         temperature: τ.
         reduction: Mean or sum over the V·C terms.
-        held: About how many of the [VC, VC] similarities are held at once. Longer lists are computed in blocks of
-            rows, which are computed again in the backward passes.
+        held: Approximate number of the [VC, VC] similarities that are in memory at once. If there are more, they are
+            computed in blocks of rows, and recomputed in the backward passes.
     """
     views, classes, _ = z.shape
     others = ~torch.eye(views, dtype=torch.bool, device=z.device)
@@ -69,7 +90,7 @@ def cpt(
 
 @dataclass(frozen=True)
 class _Similarity:
-    """S_ij = z_i · z_j / τ for all pairs of rows of z [VC, F], -∞ if j is i or another class of an equal name."""
+    """S_ij = z_i · z_j / τ for all pairs of rows of z [VC, F]; -∞ if j = i or j is another class of equal name."""
 
     views: int
     classes: int
@@ -78,25 +99,25 @@ class _Similarity:
     held: int
 
     def blocks(self, z: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of rows of S, in order. All are written to the same memory, which the caller may change."""
+        """Yield blocks of rows of S, in order. All blocks use the same memory, which the caller may overwrite."""
         count = len(z)
         size = min(max(64, self.held // count), count)
         memory = z.new_empty(size, count)
-        own = torch.arange(self.classes, device=z.device).repeat(self.views)
-        kind = None if self.same is None else self.same.repeat(self.views)
+        index = torch.arange(self.classes, device=z.device).repeat(self.views)
+        same = None if self.same is None else self.same.repeat(self.views)
         for first in range(0, count, size):
             rows = slice(first, min(first + size, count))
             block = memory[: rows.stop - first]
             torch.mm(z[rows], z.t(), out=block).div_(self.temperature)
-            if kind is not None:
-                equal = kind[rows, None] == kind
-                block.masked_fill_(equal.logical_and_(own[rows, None] != own), float("-inf"))
+            if same is not None:
+                equal = same[rows, None] == same
+                block.masked_fill_(equal.logical_and_(index[rows, None] != index), float("-inf"))
             block.diagonal(first).fill_(float("-inf"))
             yield rows, block
 
 
 class _Denominator(torch.autograd.Function):
-    """The logarithm of Eq. 9's denominator for every row: t_i = log Σ_j exp S_ij, [VC, F] to [VC]."""
+    """The logarithm of the denominator of Eq. 9 for every row: t_i = log Σ_j exp S_ij. Maps z [VC, F] to t [VC]."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, similarity: _Similarity) -> Tensor:
@@ -116,7 +137,7 @@ class _Denominator(torch.autograd.Function):
 class _DenominatorGradient(torch.autograd.Function):
     """The gradient of Σ_i g_i t_i w.r.t. z: y_k = Σ_j a_kj z_j + Σ_i a_ik z_i, [VC, F].
 
-    P_ij = exp(S_ij - t_i) and a_ij = P_ij g_i / τ. Its own derivative for a cotangent w follows from
+    P_ij = exp(S_ij - t_i) and a_ij = P_ij g_i / τ. The backward pass with cotangent w needs
     Q_ij = w_i · z_j + w_j · z_i.
     """
 
@@ -133,49 +154,52 @@ class _DenominatorGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, w: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        if torch.is_grad_enabled():  # `once_differentiable` would silently leave out terms
-            raise RuntimeError("CPT has no third derivatives: take its second derivatives without create_graph")
+        if torch.is_grad_enabled():  # `once_differentiable` would silently omit terms
+            raise RuntimeError("CPT has no third derivatives: compute its second derivatives without create_graph")
         z, total, gradient = ctx.saved_tensors
         temperature = ctx.similarity.temperature
-        by_z, by_total, by_gradient = torch.zeros_like(z), torch.empty_like(total), torch.empty_like(gradient)
+        grad_z, grad_total, grad_gradient = torch.zeros_like(z), torch.empty_like(total), torch.empty_like(gradient)
         left, right = torch.cat([w, z], 1), torch.cat([z, w], 1)
         memory = None
         for rows, block in ctx.similarity.blocks(z):
             memory = torch.empty_like(block) if memory is None else memory
             weight = _softmax(block, total[rows]).div_(temperature)
             q = torch.mm(left[rows], right.t(), out=memory[: len(block)])
-            torch.linalg.vecdot(weight, q, out=by_gradient[rows])
+            torch.linalg.vecdot(weight, q, out=grad_gradient[rows])
             weight.mul_(gradient[rows, None])  # a
-            by_z[rows].addmm_(weight, w)
-            by_z.addmm_(weight.t(), w[rows])
+            grad_z[rows].addmm_(weight, w)
+            grad_z.addmm_(weight.t(), w[rows])
             q.mul_(weight)
-            torch.sum(q, -1, out=by_total[rows]).neg_()
+            torch.sum(q, -1, out=grad_total[rows]).neg_()
             q.div_(temperature)
-            by_z[rows].addmm_(q, z)
-            by_z.addmm_(q.t(), z[rows])
-        return by_z, by_total, by_gradient, None
+            grad_z[rows].addmm_(q, z)
+            grad_z.addmm_(q.t(), z[rows])
+        return grad_z, grad_total, grad_gradient, None
 
 
 def _softmax(block: Tensor, total: Tensor) -> Tensor:
-    """P of a block of S [n, VC] with the logarithms of its rows' denominators [n], in place."""
+    """Compute P in place from a block of S [n, VC] and the logarithms t [n] of its denominators."""
     return block.sub_(total[:, None]).exp_()
 
 
 def moving_average(average: Tensor | None, gradient: Tensor, decay: float) -> Tensor:
-    """Eq. 11 by its recursion: the first gradient as it is, then α · average + (1 - α) · gradient."""
+    """Update the moving average of Eq. 11: the first gradient itself, then α · average + (1 - α) · gradient."""
     return gradient if average is None else decay * average + (1 - decay) * gradient
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Eq. 10: the cosine between two gradients of one shape; 0 if one of them is."""
+    """Compute the cosine of Eq. 10 between two gradients of the same shape; 0 if one of them is zero."""
     norms = a.norm() * b.norm()
     product = (a * b).sum()
     return product / norms if norms > 0 else product
 
 
 def gradient_matching(target: Tensor, gradient: Tensor, kind: Matching = "cosine") -> Tensor:
-    """Eq. 12: 1 - cos(target, gradient); or the mean squared difference of the paper's ablation.
+    """Compute the gradient matching loss of Eq. 12, 1 - cos(target, gradient).
 
-    target: the (averaged) gradient of the cross-entropy, a constant; gradient: of CPT, with a graph. Both [M, d].
+    Args:
+        target: The averaged gradient of the cross-entropy, [M, d]; a constant.
+        gradient: The gradient of CPT, [M, d], with an autograd graph.
+        kind: "cosine", or "mse" for the mean squared difference of the paper's ablation.
     """
     return 1 - cosine(target, gradient) if kind == "cosine" else F.mse_loss(gradient, target)

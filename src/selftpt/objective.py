@@ -1,8 +1,10 @@
-"""What the two stages minimise: the losses through the text tower, and their gradients w.r.t. prompt and head.
+"""The objectives of stages 1 and 2, and their gradients w.r.t. prompt and head.
 
-A class list that runs at once is plain autograd. A chunked one never holds the whole graph: features are computed
-without one, the losses are differentiated w.r.t. the features, and vector-Jacobian products are taken chunk by chunk.
-Gradient matching then needs H v, the second derivative of CPT along v: Σ u·∂²f·v + Jᵀ(H_loss J v).
+If all classes are encoded at once, the gradients come from autograd. If the class list is split into chunks, the graph
+of all classes never exists at once: the features are computed without a graph, the losses are differentiated w.r.t. the
+features, and vector-Jacobian products are computed chunk by chunk. Gradient matching also needs H v, the product of the
+Hessian of CPT w.r.t. the prompt with a vector v. With the gradient u and the Hessian H_loss of CPT w.r.t. the features
+f, and the Jacobian J of f, it is Σ u·∂²f·v + Jᵀ(H_loss J v).
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from selftpt.models.text import TextEncoder
 
 @dataclass(frozen=True)
 class Task:
-    """A class list ready for the losses.
+    """A class list, with all that the losses need.
 
-    encoder: its features in the learned views, of which `end` is the first if cross-entropy is asked for.
-    hand_crafted: [C, D], its features in the hand-written sentence, or None if CPT does without.
-    same: [C], equal for classes of equal names.
+    Attributes:
+        encoder: Encodes the classes in the learned views; `end` is the first view if cross-entropy is computed.
+        hand_crafted: Text features of the hand-crafted view, [C, D]; None if CPT does not use that view.
+        same: An integer per class, [C]; classes with equal names have equal integers.
+        contrast: The configuration of CPT.
     """
 
     encoder: TextEncoder
@@ -34,7 +38,12 @@ class Task:
     contrast: ContrastConfig
 
     def cpt(self, features: Tensor, head: Head) -> Tensor:
-        """Eq. 9 of the encoder's features [V, C, D]."""
+        """Compute CPT (Eq. 9).
+
+        Args:
+            features: Text features from the encoder, [V, C, D].
+            head: The projection head.
+        """
         views: dict[str, Tensor] = dict(zip(self.encoder.views, features, strict=True))
         if self.hand_crafted is not None:
             views["hand_crafted"] = self.hand_crafted
@@ -44,7 +53,13 @@ class Task:
 
 
 class Batch(NamedTuple):
-    """Source images: unit features [B, D], labels [B], and 1 / τ of Eq. 1."""
+    """A batch of source images.
+
+    Attributes:
+        images: L2-normalised image features, [B, D].
+        labels: [B].
+        scale: 1 / τ of Eq. 1.
+    """
 
     images: Tensor
     labels: Tensor
@@ -52,7 +67,14 @@ class Batch(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step's losses and gradients. `average` is the moving average of the gradient of cross-entropy, [M, d]."""
+    """The losses and gradients of one step.
+
+    Attributes:
+        losses: The losses by name, and the cosine between the gradients of cross-entropy and CPT.
+        prompt: The gradient w.r.t. the prompt, [M, d].
+        head: The gradient w.r.t. each tensor of the head.
+        average: The moving average of the gradient of cross-entropy w.r.t. the prompt, [M, d].
+    """
 
     losses: dict[str, float]
     prompt: Tensor
@@ -63,9 +85,16 @@ class Step(NamedTuple):
 def prompt_gradient(
     encoder: TextEncoder, prompt: Tensor, loss: Callable[[Tensor], Tensor], others: Sequence[Tensor] = ()
 ) -> tuple[Tensor, list[Tensor]]:
-    """A loss of text features [V, C, D], and its gradient w.r.t. the prompt [M, d] and others that it depends on.
+    """Compute a loss of text features and its gradients, in chunks if the class list is long, with bounded memory.
 
-    A long class list runs in chunks, so that memory does not grow with it.
+    Args:
+        encoder: Encodes the class list.
+        prompt: Prompt vectors, [M, d].
+        loss: Maps text features [V, C, D] to a scalar.
+        others: Other tensors that the loss depends on.
+
+    Returns:
+        The loss, and its gradients w.r.t. the prompt and each of `others`.
     """
     others = list(others)
     for other in others:
@@ -78,12 +107,12 @@ def prompt_gradient(
         features = encoder(prompt)
     features.requires_grad_()
     value = loss(features)
-    u, *by_others = torch.autograd.grad(value, [features, *others])
-    return value.detach(), [*encoder.vjp(prompt, u), *by_others]
+    u, *grad_others = torch.autograd.grad(value, [features, *others])
+    return value.detach(), [*encoder.vjp(prompt, u), *grad_others]
 
 
 def contrast_step(task: Task, prompt: Tensor, head: Head) -> tuple[float, Tensor]:
-    """Stage 2: CPT and its gradient w.r.t. the prompt, [M, d]."""
+    """Compute CPT and its gradient w.r.t. the prompt [M, d], the objective of stage 2."""
     loss, (gradient,) = prompt_gradient(task.encoder, prompt, lambda features: task.cpt(features, head))
     return loss.item(), gradient
 
@@ -91,9 +120,17 @@ def contrast_step(task: Task, prompt: Tensor, head: Head) -> tuple[float, Tensor
 def joint_step(
     task: Task, prompt: Tensor, head: Head, batch: Batch, average: Tensor | None, config: LearnConfig
 ) -> Step:
-    """Stage 1: the three losses added, and their gradient w.r.t. prompt and head (Algorithm 1).
+    """Compute the sum of the three losses of stage 1 and its gradient w.r.t. prompt and head (Algorithm 1).
 
-    The moving average is a constant target: gradient matching is differentiated through CPT alone.
+    The moving average is a constant target: gradient matching is differentiated only through the gradient of CPT.
+
+    Args:
+        task: The class list.
+        prompt: Prompt vectors, [M, d].
+        head: The projection head.
+        batch: The images of the step.
+        average: The moving average of the previous step; None in the first step.
+        config: The weights of the losses and the options of gradient matching.
     """
     step = _unchunked_step if task.encoder.unchunked else _chunked_step
     return step(task, prompt.detach(), Head(*(t.detach().requires_grad_() for t in head)), batch, average, config)
@@ -105,18 +142,18 @@ def _unchunked_step(
     p = prompt.requires_grad_()
     features = task.encoder(p)
     ce = cross_entropy(batch.images, features[0], batch.labels, batch.scale)
-    (by_ce,) = torch.autograd.grad(ce, p, retain_graph=True)
-    average = moving_average(average, by_ce, config.decay)
+    (grad_ce,) = torch.autograd.grad(ce, p, retain_graph=True)
+    average = moving_average(average, grad_ce, config.decay)
     if not config.contrasts:
-        return Step({"ce": ce.item()}, config.ce * by_ce, [torch.zeros_like(t) for t in head], average)
+        return Step({"ce": ce.item()}, config.ce * grad_ce, [torch.zeros_like(t) for t in head], average)
     contrast = task.cpt(features, head)
-    (by_cpt,) = torch.autograd.grad(contrast, p, retain_graph=True, create_graph=config.gm > 0)
-    matching = gradient_matching(average, by_cpt, config.matching)
+    (grad_cpt,) = torch.autograd.grad(contrast, p, retain_graph=True, create_graph=config.gm > 0)
+    matching = gradient_matching(average, grad_cpt, config.matching)
     total = config.ce * ce + config.cpt * contrast
     if config.gm > 0:
         total = total + config.gm * matching
-    by_prompt, *by_head = torch.autograd.grad(total, [p, *head])
-    return Step(_losses(ce, contrast, matching, by_ce, by_cpt), by_prompt, by_head, average)
+    grad_prompt, *grad_head = torch.autograd.grad(total, [p, *head])
+    return Step(_losses(ce, contrast, matching, grad_ce, grad_cpt), grad_prompt, grad_head, average)
 
 
 def _chunked_step(
@@ -128,25 +165,25 @@ def _chunked_step(
     ce = cross_entropy(batch.images, features[0], batch.labels, batch.scale)
     (u_ce,) = torch.autograd.grad(ce, features)
     if not config.contrasts:
-        (by_ce,) = task.encoder.vjp(prompt, u_ce)
-        average = moving_average(average, by_ce, config.decay)
-        return Step({"ce": ce.item()}, config.ce * by_ce, [torch.zeros_like(t) for t in head], average)
+        (grad_ce,) = task.encoder.vjp(prompt, u_ce)
+        average = moving_average(average, grad_ce, config.decay)
+        return Step({"ce": ce.item()}, config.ce * grad_ce, [torch.zeros_like(t) for t in head], average)
     contrast = task.cpt(features, head)
     u, *u_head = torch.autograd.grad(contrast, [features, *head], create_graph=config.gm > 0)
-    by_ce, by_cpt = task.encoder.vjp(prompt, u_ce, u.detach())
-    average = moving_average(average, by_ce, config.decay)
-    by_prompt = config.ce * by_ce + config.cpt * by_cpt
-    by_head = [config.cpt * t.detach() for t in u_head]
-    matching = gradient_matching(average, by_cpt.requires_grad_(), config.matching)
+    grad_ce, grad_cpt = task.encoder.vjp(prompt, u_ce, u.detach())
+    average = moving_average(average, grad_ce, config.decay)
+    grad_prompt = config.ce * grad_ce + config.cpt * grad_cpt
+    grad_head = [config.cpt * t.detach() for t in u_head]
+    matching = gradient_matching(average, grad_cpt.requires_grad_(), config.matching)
     if config.gm > 0:
-        (v,) = torch.autograd.grad(matching, by_cpt)
-        product, moved = task.encoder.hvp(prompt, u, v)
-        w, *w_head = torch.autograd.grad((u * moved).sum(), [features, *head])
-        by_prompt = by_prompt + config.gm * (product + task.encoder.vjp(prompt, w)[0])
-        by_head = [t + config.gm * s for t, s in zip(by_head, w_head, strict=True)]
-    return Step(_losses(ce, contrast, matching, by_ce, by_cpt), by_prompt.detach(), by_head, average)
+        (v,) = torch.autograd.grad(matching, grad_cpt)
+        product, jvp = task.encoder.hvp(prompt, u, v)
+        w, *w_head = torch.autograd.grad((u * jvp).sum(), [features, *head])
+        grad_prompt = grad_prompt + config.gm * (product + task.encoder.vjp(prompt, w)[0])
+        grad_head = [t + config.gm * s for t, s in zip(grad_head, w_head, strict=True)]
+    return Step(_losses(ce, contrast, matching, grad_ce, grad_cpt), grad_prompt.detach(), grad_head, average)
 
 
-def _losses(ce: Tensor, contrast: Tensor, matching: Tensor, by_ce: Tensor, by_cpt: Tensor) -> dict[str, float]:
-    values = {"ce": ce, "cpt": contrast, "gm": matching, "cosine": cosine(by_ce, by_cpt)}
+def _losses(ce: Tensor, contrast: Tensor, matching: Tensor, grad_ce: Tensor, grad_cpt: Tensor) -> dict[str, float]:
+    values = {"ce": ce, "cpt": contrast, "gm": matching, "cosine": cosine(grad_ce, grad_cpt)}
     return {name: value.item() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, else one line per minute."""
+"""Progress on standard error: a progress bar on a terminal, otherwise one line per minute."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-BAR_AFTER = 2.0  # seconds
-LINE_EVERY = 60.0  # seconds
+BAR_AFTER = 2.0  # seconds before the progress bar appears
+LINE_EVERY = 60.0  # seconds between two lines
 
 
 class ProgressLines:
-    """Writes a line to standard error when none was written for some time. Thread-safe.
+    """Writes lines to standard error, at most one per interval. Thread-safe.
 
     Args:
-        interval: Seconds between two lines.
+        interval: Minimum number of seconds between two lines.
         clock: Returns the time in seconds.
     """
 
@@ -28,12 +28,12 @@ class ProgressLines:
         self._lock = threading.Lock()
 
     def write(self, text: str, done: int, total: int | None) -> None:
-        """Write how much is done, if it is time to.
+        """Write a line about the progress, unless one was written within the interval.
 
         Args:
             text: What is being done.
-            done: The number of steps done.
-            total: The number of all steps; None if it is not known.
+            done: Number of completed steps.
+            total: Total number of steps; None if it is not known.
         """
         with self._lock:
             now = self.clock()
@@ -44,18 +44,18 @@ class ProgressLines:
         print(f"note: {text}: {done}{of}", file=sys.stderr, flush=True)
 
 
-LINES = ProgressLines()  # of all bars of the process, so that many short tasks write one line per minute together
+LINES = ProgressLines()  # shared by all bars of the process, so that many short tasks do not write a line each
 
 
 class Bar:
     """Shows the progress of a task: `with Bar("learning", total) as bar: bar.step()`.
 
-    On a terminal it is a bar, which appears after two seconds. Elsewhere one line per minute is written.
+    On a terminal, a progress bar appears after two seconds. Otherwise one line per minute is written.
 
     Args:
         text: What is being done.
-        total: The number of steps; None if it is not known.
-        done: The number of steps that were done before.
+        total: Total number of steps; None if it is not known.
+        done: Number of steps that are already completed.
         lines: Writes the lines.
     """
 
@@ -70,7 +70,7 @@ class Bar:
         self._text, self._total, self._done, self._lines = text, total, done, lines
 
     def step(self, count: int = 1) -> None:
-        """Count steps as done."""
+        """Count steps as completed."""
         self._done += count
         if not self._terminal:
             self._lines.write(self._text, self._done, self._total)

@@ -1,4 +1,4 @@
-"""What stage 1 learns: context vectors and a projection head."""
+"""The prompt that stage 1 learns: context vectors and a projection head."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Prompt:
 
     Attributes:
         context: Context vectors [M, d].
-        head: The projection head, from D through its hidden width to F.
-        contrast: The configuration of CPT, which stage 2 follows.
-        model: The model that the prompt was learned for.
+        head: The projection head, which maps text features of dimension D to F dimensions.
+        contrast: The configuration of CPT, which stage 2 uses.
+        model: Identifies the model that the prompt was learned for.
         origin: How it was learned: settings, class names of the source, number of images, version of selftpt.
     """
 
@@ -63,7 +63,7 @@ class Prompt:
         """Check that the prompt was learned for a model.
 
         Raises:
-            SelfTPTError: The model is another one, or has other dimensions than the prompt's vectors and head.
+            SelfTPTError: The prompt was learned for another model, or its dimensions do not match.
         """
         self.model.check(model, "the prompt")
         found, wanted = (self.context.shape[1], self.head.w1.shape[1]), (model.text.width, model.dimension)
@@ -91,7 +91,7 @@ class Prompt:
 
     @classmethod
     def embedded(cls) -> Prompt:
-        """The prompt that comes with selftpt, for its embedded model."""
+        """Load the prompt that is included in selftpt, for its embedded model."""
         return cls.load(EMBEDDED_FILES / "prompt.safetensors")
 
     @classmethod
@@ -116,10 +116,10 @@ class Prompt:
         Args:
             repo: The repository, `"user/name"`.
             revision: A branch, tag or commit; by default the main branch.
-            token: A token of the hub; by default HF_TOKEN or that of `hf auth login`.
+            token: An access token of the hub; by default HF_TOKEN or the token of `hf auth login`.
 
         Raises:
-            SelfTPTError: It cannot be downloaded, or it is not a valid prompt.
+            SelfTPTError: The file cannot be downloaded or is not a valid prompt.
         """
         return cls.load(hub.download(repo, "prompt", revision=revision, token=token))
 
@@ -139,7 +139,7 @@ class Prompt:
         Args:
             repo: The repository, `"user/name"`. It is created if it does not exist.
             private: Whether a new repository is private; by default the hub decides.
-            token: A token of the hub with write permission; by default HF_TOKEN or that of `hf auth login`.
+            token: An access token with write permission; by default HF_TOKEN or the token of `hf auth login`.
             revision: The branch, which is created if it does not exist; by default the main branch.
             commit_message: The commit message.
             accuracy: Top-1 accuracy in percent for each test set, for the model card: `{"my test set": 81.2}`.
@@ -174,18 +174,25 @@ class Prompt:
 
 
 def initial_context(model: Model, length: int, words: str, generator: torch.Generator) -> Tensor:
-    """The initial context vectors [M, d]: the token embeddings of `words`.
+    """Return the initial context vectors [M, d]: the token embeddings of `words`.
 
-    If there are more tokens than `length`, the last ones are taken, which are next to the class name. If there are
-    fewer, vectors drawn from N(0, 0.02) come first.
+    If `words` has more than `length` tokens, the last ones are used, which are next to the class name. If it has fewer,
+    random vectors with a standard deviation of 0.02 are prepended.
     """
-    known = model.text.embed_words(words)[-length:].cpu()
-    drawn = torch.empty(length - len(known), model.text.width).normal_(0, 0.02, generator=generator)
-    return torch.cat([drawn, known.float()])
+    embedded = model.text.embed_words(words)[-length:].cpu()
+    sampled = torch.empty(length - len(embedded), model.text.width).normal_(0, 0.02, generator=generator)
+    return torch.cat([sampled, embedded.float()])
 
 
 def initial_head(dimension: int, hidden: int, projection: int, generator: torch.Generator) -> Head:
-    """The initial head from `dimension` through `hidden` to `projection`: Xavier weights and zero biases."""
+    """Return the initial projection head, with Xavier-uniform weights and zero biases.
+
+    Args:
+        dimension: Dimension D of the text features.
+        hidden: Hidden width E.
+        projection: Output width F.
+        generator: Source of the random weights.
+    """
     w1, w2 = torch.empty(hidden, dimension), torch.empty(projection, hidden)
     for weight in (w1, w2):
         nn.init.xavier_uniform_(weight, generator=generator)

@@ -25,22 +25,22 @@ except ImportError as error:
 
 
 class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """A classifier of images with scikit-learn's interface.
+    """Image classifier with the interface of scikit-learn.
 
-    `X` is a list of images as `Classifier.predict` takes them: paths, PIL images, uint8 arrays [H, W, 3] or tensors.
-    The classes that it predicts are those of `y`.
+    `X` is a list of images as in `Classifier.predict`: paths, PIL images, uint8 arrays [H, W, 3] or tensors. The
+    estimator predicts the classes in `y`.
 
     Args:
         method: A method of `selftpt.METHODS`.
         model: The model; None loads the embedded one.
-        names: The class name of each value of `y`, for labels that are not class names.
-        settings: Settings of the method to change, such as `{"learn.epochs": 5}`.
+        names: The class name of each label in `y`; needed if the labels are not class names.
+        settings: Settings of the method that differ from its defaults, such as `{"learn.epochs": 5}`.
         template: The template of the hand-crafted view and of zero-shot, with {} for the class name.
         cache: Where image features are cached; None uses the user's cache folder.
 
     Attributes:
-        classes_: The values of `y`, sorted, [C].
-        predictor_: The fitted method for these classes, a `selftpt.Predictor`.
+        classes_: The distinct labels of `y`, sorted, [C].
+        predictor_: The `selftpt.Predictor` for these classes.
 
     Example:
         >>> import numpy as np
@@ -76,7 +76,7 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             y: Class names, or labels whose class names are in `names`, [N].
 
         Raises:
-            SelfTPTError: The labels are not class names and `names` does not have them, or the method cannot be fitted.
+            SelfTPTError: A label is not a class name and is not in `names`, or the method cannot be fitted.
         """
         self.classes_, labels = np.unique(np.asarray(y), return_inverse=True)
         values = self.classes_.tolist()
@@ -84,7 +84,7 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise SelfTPTError(f"names has no class name for the label {missing[0]!r}")
         names = values if self.names is None else [self.names[value] for value in values]
         if not all(isinstance(name, str) for name in names):
-            raise SelfTPTError("y must hold class names; for other labels, give their names with names={label: name}")
+            raise SelfTPTError("y must be class names: for other labels, give their names with names={label: name}")
         source = Source.from_images(list(X), labels.tolist(), names)
         needs_labels = find_method(self.method).needs_labels
         self.fitted_ = fit(
@@ -98,7 +98,7 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Sequence[Any]) -> NDArray[np.float32]:  # noqa: N803
-        """Probabilities [N, C] of the classes `classes_` for images [N].
+        """Return the probabilities [N, C] of `classes_` for N images.
 
         Raises:
             SelfTPTError: An image cannot be used.
@@ -107,7 +107,7 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self.predictor_.predict_proba(list(X), cache=self.cache or Cache(), on_error=raise_error)
 
     def predict(self, X: Sequence[Any]) -> NDArray[Any]:  # noqa: N803
-        """The most probable of `classes_` for images [N].
+        """Return the most probable of `classes_` for each of N images, [N].
 
         Raises:
             SelfTPTError: An image cannot be used.

@@ -35,9 +35,10 @@ from selftpt.config import RENAMED_SETTINGS, deprecated
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.version import __version__
 
-INTERRUPTED = 130  # typer's exit code for Ctrl-C
-USE, EVALUATE, LIST = "Classify images", "Benchmark", "Show"
-COMMANDS: dict[ModuleType, tuple[str, str]] = {  # panel and example
+INTERRUPTED = 130  # Typer's exit code for Ctrl-C
+RENAMED_OPTIONS = {"--measure": "--metric", "--compare": "--methods"}
+USE, EVALUATE, LIST = "Classify images", "Benchmark", "Information"
+COMMANDS: dict[ModuleType, tuple[str, str]] = {  # the panel and the example of each command
     demo: (USE, "selftpt demo --out demo.png"),
     classify: (USE, "selftpt classify photos/ --names 'tabby cat, parrot, bicycle'"),
     learn: (USE, "selftpt learn labelled-photos/ --out prompt.safetensors"),
@@ -57,6 +58,7 @@ COMMANDS: dict[ModuleType, tuple[str, str]] = {  # panel and example
 app = typer.Typer(
     cls=HelpfulGroup,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Class names in, a better CLIP classifier out, at the inference cost of zero-shot. Learn a prompt once from "
     "labelled images, adapt it to any list of class names, and predict.",
@@ -84,44 +86,47 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line. An error that the user can fix is printed on one line, with exit code 2."""
+    """Run the command line.
+
+    An error that the user can fix is printed on one line, and the exit code is 2.
+    """
     warnings.showwarning = _print_warning  # type: ignore[assignment]
-    # torch's threads spin while they wait for each other, which on a busy machine takes many times longer than the work
+    # By default the threads of torch wait in a busy loop, which on a loaded machine takes longer than the work itself.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # file names need not be valid UTF-8
+        if isinstance(stream, io.TextIOWrapper):  # a file name may be invalid UTF-8
             stream.reconfigure(errors="surrogateescape")
     arguments = sys.argv[1:]
-    if len(arguments) == 2 and arguments[0] == "--show-completion":  # typer itself detects the shell
+    if len(arguments) == 2 and arguments[0] == "--show-completion":  # Typer takes no shell here, it detects it
         os.environ["_SELFTPT_COMPLETE"] = f"source_{arguments[1]}"
     try:
         code = app([current_option(one) for one in arguments], prog_name="selftpt", standalone_mode=False)
         if code == INTERRUPTED:
             code = _fail(
-                "interrupted: no incomplete file was left; run `learn` again, or `bench` with --resume, to continue"
+                "interrupted: no incomplete file was written; to continue, repeat `learn`, or `bench` with --resume"
             )
         sys.stdout.flush()
     except SelfTPTError as error:
         code = _fail(str(error))
     except TyperException as error:
         text = getattr(error, "format_message", error.__str__)()
-        code = _fail(text) if text else 2  # without a text, typer has printed the help
-    except OSError as error:  # of standard output: errors of other files are SelfTPTErrors
+        code = _fail(text) if text else 2  # without a text, Typer has printed the help
+    except OSError as error:  # from standard output: for other files, a SelfTPTError is raised
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1 if error.errno == errno.EPIPE else _fail(f"cannot write the output: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        code = _fail("out of memory: lower --chunk, or --batch of predict and classify")
+        code = _fail("out of memory: lower --chunk, or --batch for predict and classify")
     sys.exit(code)
 
 
 def current_option(argument: str) -> str:
-    """Replace a renamed option by its current name, with a deprecation warning."""
+    """Replace a renamed option with its current name, and warn that the old name is deprecated."""
     option, equals, value = argument.partition("=")
-    if option == "--measure":
-        deprecated(f"the option {option}", "--metric")
-        return "--metric" + equals + value
+    if option in RENAMED_OPTIONS:
+        deprecated(f"the option {option}", RENAMED_OPTIONS[option])
+        return RENAMED_OPTIONS[option] + equals + value
     for former, current in RENAMED_SETTINGS.items():
         for prefix in ("--", "--no-"):
             if option == prefix + former.replace("_", "-"):

@@ -1,4 +1,4 @@
-"""`selftpt adapt`: stage 2."""
+"""`selftpt adapt`: adapt a prompt to class names (stage 2)."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def command(
 
 
 def note_unused_template(prompt: Prompt, config: AdaptConfig) -> None:
-    """Tell the user that --template has no effect on a prompt without a hand-crafted view."""
+    """Print a note if --template is given but has no effect, because the prompt has no hand-crafted view."""
     if config.template is not None and "hand_crafted" not in prompt.contrast.views:
         note("--template has no effect: the prompt was learned without the hand-crafted view")

@@ -1,4 +1,4 @@
-"""`selftpt bench`: the paper's three benchmarks."""
+"""`selftpt bench`: run one of the paper's three benchmarks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import typer
 from selftpt.cli.options import (
     DATA,
     METHOD,
+    MODEL,
     OUTPUT,
     CacheOptions,
     Changes,
     Json,
     ModelOptions,
+    comma_separated,
     complete_dataset,
     complete_method,
     complete_protocol,
@@ -34,18 +36,18 @@ if TYPE_CHECKING:
     from selftpt.evaluation.planning import Plan, Run
     from selftpt.evaluation.records import Record
 
-EMBEDDED_PROMPT = "embedded"
-
 
 @with_settings(options=ModelOptions, caching=CacheOptions, config=BenchConfig)
 def command(
     protocol: Annotated[
         str,
-        typer.Argument(help="base-to-new, cross-dataset or domain.", autocompletion=complete_protocol),
+        typer.Argument(help="The protocol: base-to-new, cross-dataset or domain.", autocompletion=complete_protocol),
     ],
     out: Annotated[
         Path,
-        typer.Option(metavar="FOLDER", help="Folder for records.jsonl and what was learned.", rich_help_panel=OUTPUT),
+        typer.Option(
+            metavar="FOLDER", help="Folder for records.jsonl and for what the methods learn.", rich_help_panel=OUTPUT
+        ),
     ],
     options: ModelOptions,
     caching: CacheOptions,
@@ -69,8 +71,8 @@ def command(
     source: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
-            help="The dataset to learn from in cross-dataset and domain. By default imagenet.",
+            metavar="NAME|FOLDER",
+            help="Dataset to learn from in cross-dataset and domain. By default imagenet.",
             rich_help_panel=DATA,
             autocompletion=complete_dataset,
         ),
@@ -79,7 +81,7 @@ def command(
         str,
         typer.Option(
             metavar="LIST",
-            help="Methods, separated by commas; `selftpt methods` lists them.",
+            help="Methods, separated by commas. `selftpt methods` lists them.",
             rich_help_panel=METHOD,
             autocompletion=complete_method,
         ),
@@ -90,10 +92,10 @@ def command(
     prompt: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|embedded",
-            help="A prompt that `selftpt learn` wrote, or the prompt of the embedded model. It is used instead of "
-            "learning one.",
-            rich_help_panel=METHOD,
+            metavar="FILE",
+            help="Use this prompt instead of learning one: a prompt that `selftpt learn` wrote, hub:USER/REPO, or "
+            "embedded: the prompt of the embedded model. By default the methods learn.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
     set: Changes = None,
@@ -101,18 +103,20 @@ def command(
         bool,
         typer.Option(
             "--resume",
-            help="Continue in a folder that has records. Several processes may do so at once.",
+            help="Continue in a folder that has records. Several processes may work on one folder.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the runs to do and how long they took before.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--dry-run", help="Only list the runs to do, and how long they took before.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a benchmark of the paper: every method on every dataset with every seed, one record each."""
-    chosen_methods, chosen_seeds = comma_separated(methods), parse_seeds(seeds)
+    """Run a benchmark of the paper: every method on every dataset with every seed. Each run adds one record."""
+    chosen_methods, chosen_seeds = unique(methods), parse_seeds(seeds)
     changes = dict(parse_setting(text) for text in set or [])
     from selftpt.evaluation.planning import Plan
     from selftpt.evaluation.runs import Runs
@@ -122,7 +126,9 @@ def command(
     plan.check_methods(chosen_methods)
     recorded = Runs(out)
     if recorded.records and not (resume or dry_run):
-        raise SelfTPTError(f"{out} has {len(recorded.records)} records: add --resume, or choose another folder")
+        raise SelfTPTError(
+            f"{out} already has {len(recorded.records)} records: add --resume to continue, or choose another folder"
+        )
     if not dry_run:
         check_writable(recorded.file)
     runs = plan.runs(chosen_methods, find_datasets(plan, datasets), chosen_seeds)
@@ -163,50 +169,61 @@ def command(
         raise SelfTPTError(f"{failed} of {len(left)} runs failed: fix what the notes say, then add --resume")
 
 
-def comma_separated(text: str) -> list[str]:
-    """The parts of a text between commas, without duplicates."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+def unique(text: str) -> list[str]:
+    """Split a text at its commas, without duplicates."""
+    return list(dict.fromkeys(comma_separated(text)))
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Seeds from a text with commas."""
+    """Parse the seeds in a text with commas.
+
+    Raises:
+        SelfTPTError: There is no seed, or a seed is not an integer of 0 or more.
+    """
     try:
-        numbers = [int(part) for part in comma_separated(text)]
+        seeds = [int(part) for part in unique(text)]
     except ValueError:
         raise SelfTPTError(f"--seeds takes integers separated by commas, not {text!r}") from None
-    if not numbers or min(numbers) < 0:
-        raise SelfTPTError("--seeds must name at least one seed, 0 or more")
-    return numbers
+    if not seeds or min(seeds) < 0:
+        raise SelfTPTError(f"--seeds takes at least one seed, and seeds of 0 or more, not {text!r}")
+    return seeds
 
 
 def find_datasets(plan: Plan, names: str | None) -> list[str]:
-    """The datasets that the user named, or those of the protocol that are found, with a note on each missing one."""
+    """Return the datasets that the user names, or else those of the protocol that are found.
+
+    A note is printed for each dataset of the protocol that is not found.
+
+    Raises:
+        SelfTPTError: None is found.
+    """
     if names is not None:
-        return comma_separated(names)
+        return unique(names)
     found = []
     for name in plan.protocol.targets:
         try:
             plan.dataset(name)
             found.append(name)
         except SelfTPTError as error:
-            note(f"without {name}: {error}")
+            note(f"skipped {name}: {error}")
     if not found:
-        raise SelfTPTError(f"no dataset of {plan.name} is found: see `selftpt datasets --data {plan.data or 'FOLDER'}`")
+        raise SelfTPTError(
+            f"no dataset of {plan.name} was found: see `selftpt datasets --data {plan.data or 'FOLDER'}`"
+        )
     return found
 
 
 def load_prompt(options: ModelOptions, source: str | None) -> GivenPrompt | None:
-    """The prompt that --prompt names."""
+    """Load the prompt that --prompt names; None without --prompt."""
     if source is None:
         return None
     from selftpt.evaluation.bench import GivenPrompt
 
-    prompt = options.prompt(None if source == EMBEDDED_PROMPT else Path(source))
-    return GivenPrompt(prompt, source)
+    return GivenPrompt(options.prompt(Path(source)), source)
 
 
 def print_plan(bench: Bench, left: list[Run], done: int, as_json: bool) -> None:
-    """Print the runs that are left and how long they took before."""
+    """Print the runs that are left, and how long they took before."""
     times = [bench.last_seconds(run) for run in left]
     if as_json:
         for run, seconds in zip(left, times, strict=True):
@@ -221,7 +238,7 @@ def print_plan(bench: Bench, left: list[Run], done: int, as_json: bool) -> None:
 
 
 def summary_line(record: Record) -> str:
-    """A record in one line."""
+    """Summarise a record in one line."""
     seed = "" if record["seed"] is None else f"seed {record['seed']}"
     results = record["results"]
     shown = [f"{part} {value['top1']:.1f}" for part, value in results.items() if isinstance(value, dict)]

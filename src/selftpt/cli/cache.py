@@ -1,4 +1,4 @@
-"""`selftpt cache`: what is cached on disk."""
+"""`selftpt cache`: show and delete what is cached on disk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import Json
+from selftpt.cli.options import CACHE, Json
 from selftpt.errors import SelfTPTError
 
 
@@ -20,7 +20,12 @@ def command(
         ),
     ] = "",
     prune: Annotated[
-        bool, typer.Option("--prune", help="Delete the entries shown. They are computed again when needed.")
+        bool,
+        typer.Option(
+            "--prune",
+            help="Delete the entries shown. They are computed again when they are needed.",
+            rich_help_panel=CACHE,
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -40,7 +45,9 @@ def command(
             print(f"{entry.bytes / 1e6:9.1f} MB  {entry.items:7} {unit:6}  {entry.kind:11}  {entry.content}")
         print(f"{total:9.1f} MB  in {cache.folder}")
     if prune:
-        pruned = [entry for entry in found if entry.kind != "generated" or part]  # those took hours of a GPU
+        pruned = [
+            entry for entry in found if entry.kind != "generated" or part
+        ]  # generated images took hours of GPU time
         for entry in pruned:
             entry.remove()
         if not as_json:

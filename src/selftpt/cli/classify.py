@@ -1,4 +1,4 @@
-"""`selftpt classify`: stages 2 and 3 in one command; the adapted classifier is cached."""
+"""`selftpt classify`: adapt and predict (stages 2 and 3) in one command. The adapted classifier is cached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from selftpt.models import Model
     from selftpt.prompt import Prompt
 
-UNSURE = 0.36  # normalised entropy; docs/commands.md has the measurement that it was chosen by
+UNSURE = 0.36  # normalised entropy above which the note on templates is printed
 ENOUGH_IMAGES = 8
 
 
@@ -59,7 +59,7 @@ def command(
     format: FormatOption = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Adapt to a list of class names and classify images. The adapted classifier is cached for the next time."""
+    """Adapt to a list of class names and classify images. The adapted classifier is cached."""
     if zero_shot and prompt is not None:
         raise SelfTPTError("--zero-shot uses no prompt: give either --zero-shot or --prompt")
     chosen = chosen_format(format, as_json)
@@ -83,7 +83,7 @@ def command(
     everything = dataclasses.replace(predicting, top=len(classifier.names))
 
     def cut(predictions: Iterator[Prediction]) -> Iterator[Prediction]:
-        """The predictions with `top` classes, after their entropies are noted."""
+        """Record the entropy of each prediction, then keep its `top` classes."""
         for prediction in predictions:
             entropies.append(normalised_entropy(prediction.probabilities))
             yield dataclasses.replace(
@@ -101,26 +101,26 @@ def command(
     )
     if is_default and is_unsure(entropies) and not classifier.model_id.random_init:
         note(
-            f"the predictions are unsure on the whole (normalised entropy {sum(entropies) / len(entropies):.2f}): if "
-            "the images are not ordinary photographs, a template of their domain may help, such as "
+            f"the predictions are uncertain (mean normalised entropy {sum(entropies) / len(entropies):.2f}): if the "
+            "images are not ordinary photographs, a template for their domain may help, such as "
             "--template 'a centered satellite photo of {}.'"
         )
 
 
 def normalised_entropy(probabilities: Sequence[float]) -> float:
-    """The entropy of the probabilities of all classes, divided by that of the uniform distribution."""
+    """Compute the entropy of the probabilities of all classes, divided by that of the uniform distribution."""
     if len(probabilities) < 2:
         return 0.0
     return -sum(p * math.log(p) for p in probabilities if p > 0) / math.log(len(probabilities))
 
 
 def is_unsure(entropies: Sequence[float]) -> bool:
-    """Whether the mean normalised entropy of enough images is high."""
+    """Whether there are enough images to judge, and their mean normalised entropy is high."""
     return len(entropies) >= ENOUGH_IMAGES and sum(entropies) / len(entropies) > UNSURE
 
 
 def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig, cache: Cache) -> Classifier:
-    """The classifier for these names, from the cache if it is there."""
+    """Return the classifier for these names: from the cache, or adapted now and then cached."""
     from selftpt.adaptation import adapt
     from selftpt.classifier import Classifier
     from selftpt.data.cache import code_digest
@@ -140,9 +140,11 @@ def adapted(model: Model, prompt: Prompt, names: list[str], config: AdaptConfig,
         else:
             template = config.template or prompt.contrast.template
             contrast = dataclasses.replace(prompt.contrast, template=template)
-            class_tokens(model.text.tokenizer, names, len(prompt.context), contrast)  # warns about equal names
+            class_tokens(
+                model.text.tokenizer, names, len(prompt.context), contrast
+            )  # only for its warning of equal names
             cache.touch(file)
-            note("the classifier for these names is in the cache: no adaptation needed")
+            note("the classifier for these names is in the cache: adaptation is skipped")
             return classifier
     classifier = adapt(model, prompt, names, config)
     if cache.writes:

@@ -1,4 +1,4 @@
-"""`selftpt datasets`: the datasets of the paper, and which of them are installed."""
+"""`selftpt datasets`: list the datasets of the paper, and which of them are found."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def command(
     data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="The folder with the datasets.", rich_help_panel=DATA)
+        Path | None, typer.Option(metavar="FOLDER", help="Folder with the datasets.", rich_help_panel=DATA)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the datasets of the paper: their published sizes, what is installed, and where to get the rest."""
+    """List the datasets of the paper: their published sizes, which are found, and where to get the others."""
     from rich.console import Console
     from rich.table import Table
 
@@ -29,7 +29,7 @@ def command(
     from selftpt.progress import Bar
 
     if data is not None and not data.is_dir():
-        raise SelfTPTError(f"there is no data folder {data}")
+        raise SelfTPTError(f"the data folder {data} does not exist: create it, or give another --data FOLDER")
     rows = []
     with Bar("reading", len(DATASETS)) as bar:
         for name, spec in DATASETS.items():
@@ -59,7 +59,7 @@ def command(
     title = "Published numbers of classes and images" + (":" if data is None else ", and images found (train/test):")
     console.print(title, table, sep="\n")
     heads = {
-        "here": "Found. Results are comparable with published ones only if split and size are as published:",
+        "here": "Found. Results are comparable with published results only if split and size are as published:",
         "broken": "Broken:",
         "missing": f"Missing. Put the images in these folders below {data or '--data FOLDER'}; "
         f"split files and class names: {COOP}",
@@ -70,7 +70,7 @@ def command(
 
 
 def _describe(name: str, spec: Spec, data: Path | None) -> dict[str, Any]:
-    """The published facts about a dataset and what is found in `data`. The state is None if `data` is."""
+    """Describe a dataset as published and as found in `data`. The state is None if `data` is None."""
     from selftpt.data.datasets import read_dataset
 
     folder = Path(spec.folder, spec.image_folder)

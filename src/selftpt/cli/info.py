@@ -1,4 +1,4 @@
-"""`selftpt info`: versions, devices and the cache, for bug reports."""
+"""`selftpt info`: print versions, devices and the cache, for bug reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("torch", "torchvision", "open_clip_torch", "timm", "pillow", "numpy"
 
 
 def command(as_json: Json = False) -> None:
-    """Print versions, devices and the state of the cache. Add its output to a bug report."""
+    """Print versions, devices, the number of threads and the cache. Add the output to a bug report."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = collect()
@@ -36,7 +36,7 @@ def command(as_json: Json = False) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `selftpt info` prints. What cannot be found out is replaced by the error."""
+    """Collect what `selftpt info` prints. A value that cannot be determined is replaced by the error."""
     return {
         "selftpt": __version__,
         "python": platform.python_version(),
@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
 def _attempt(find: Callable[[], Any]) -> Any:
     try:
         return find()
-    except Exception as error:  # a broken installation is what bug reports are about
+    except Exception as error:  # the command must also work in a broken installation
         return f"error: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -94,13 +94,13 @@ def _size(folder: Path) -> int:
         for file in files:
             try:
                 total += os.lstat(os.path.join(place, file)).st_size
-            except OSError:  # deleted meanwhile
+            except OSError:  # deleted by another process
                 continue
     return total
 
 
 def _extras() -> dict[str, bool]:
-    """The optional extras, and whether all their packages are installed."""
+    """Return for each optional extra whether all its packages are installed."""
     found: dict[str, bool] = {}
     extras = distribution("selftpt").metadata.get_all("Provides-Extra") or []
     for extra in extras:

@@ -1,4 +1,4 @@
-"""`selftpt inspect`: what is in a file."""
+"""`selftpt inspect`: show the content of a file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from selftpt.files import CONTROL
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="a prompt, a classifier or a fitted method")],
+    file: Annotated[Path, typer.Argument(help="A prompt, a classifier or a fitted method.")],
     as_json: Json = False,
 ) -> None:
-    """Show what is in a file: a prompt, a classifier, a fitted method."""
+    """Show what is in a file that selftpt wrote: a prompt, a classifier or a fitted method."""
     from selftpt.files import verify_file
 
     header = verify_file(file)
@@ -28,7 +28,9 @@ def command(
     origin, model = (_object(header.get(key)) for key in ("origin", "model"))
     version = origin.get("selftpt") or header.get("selftpt", "unknown")
     _print(f"{file}: a {header['kind']} (format {header['format']}, selftpt {version})")
-    _print("digest: verified" if verified else "digest: none, as in every file of format 1; save it again to have one")
+    _print(
+        "digest: verified" if verified else "digest: none, as in every file of format 1; save the file again to add one"
+    )
     if model:
         weights = f" ({model['pretrained']})" if model.get("pretrained") else ""
         _print(f"model: {model.get('name')}{weights}, digest {model.get('digest')}")
@@ -45,22 +47,22 @@ def command(
         _print(f"{name}: {' x '.join(map(str, shape))}")
     settings = {key: _object(part) for key, part in _object(header.get("config")).items() if isinstance(part, dict)}
     flat = {f"{key}.{name}": value for key, part in settings.items() for name, value in part.items()}
-    own = {
+    shown = {
         **_object(header.get("contrast")),
         **_object(origin.get("settings")),
         **_object(header.get("config")),
         **flat,
     }
-    for key, value in own.items():
+    for key, value in shown.items():
         if not isinstance(value, dict):
             _print(f"{key}: {'none' if value is None else value}")
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """A part of a header that is an object in the files of selftpt, empty if it is anything else."""
+    """Return a part of a header if it is a JSON object, else an empty object: a file may be from somebody else."""
     return value if isinstance(value, dict) else {}
 
 
 def _print(line: str) -> None:
-    """Print a line in which control characters, which a file from somebody else may have, are escaped as in JSON."""
+    """Print a line with control characters escaped as in JSON, because a file may be from somebody else."""
     print(CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", line))

@@ -1,4 +1,4 @@
-"""`selftpt learn`: stage 1."""
+"""`selftpt learn`: learn a prompt (stage 1)."""
 
 from __future__ import annotations
 

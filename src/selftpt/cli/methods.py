@@ -1,4 +1,4 @@
-"""`selftpt methods`: the methods, and the settings of one of them."""
+"""`selftpt methods`: list the methods, or the settings of one method."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from selftpt.cli.options import Json
+from selftpt.cli.options import Json, complete_method
 
 KEYS = ("summary", "reference", "needs", "trains_on", "inputs", "requires", "needs_labels", "transductive")
 
 
 def command(
-    method: Annotated[str | None, typer.Argument(help="show the settings of this method")] = None,
+    method: Annotated[
+        str | None, typer.Argument(help="Show the settings of this method.", autocompletion=complete_method)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the methods that `bench --methods` and `predict --method` take, or the settings of one method."""
@@ -56,7 +58,7 @@ def _show_settings(name: str, as_json: bool) -> None:
         print(json.dumps(_row(name) | {"settings": values, "help": {setting: text for setting, _, text in settings}}))
         return
     shown = ((setting, "none" if value is None else _text(value), text or "") for setting, value, text in settings)
-    _print_table(["setting", "default", "what it is"], shown)
+    _print_table(["setting", "default", "description"], shown)
 
 
 def _text(value: Any) -> str:
@@ -64,7 +66,7 @@ def _text(value: Any) -> str:
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str | None]]:
-    """The settings of a method by the names that --set takes, with their defaults and help texts."""
+    """Yield each setting of a method: its name as --set takes it, its default and its help text."""
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""`selftpt models`: the models that --model takes."""
+"""`selftpt models`: list the models that --model takes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def command(
     part: Annotated[
         str,
         typer.Argument(
-            metavar="PART",
-            help="List only models with this in their name.",
+            metavar="TEXT",
+            help="List only models whose name contains this text.",
             show_default=False,
             autocompletion=complete_model,
         ),
@@ -28,15 +28,11 @@ def command(
 
     found = {name: tags for name, tags in list_models().items() if part.lower() in name.lower()}
     if not found:
-        raise SelfTPTError(f"no model has {part!r} in its name: `selftpt models` lists all")
+        raise SelfTPTError(f"no model has {part!r} in its name: `selftpt models` lists all models")
     if as_json:
         print(json.dumps(found))
         return
     width = max(map(len, found))
     for name, tags in found.items():
-        without = (
-            "the embedded model, which is the default"
-            if name == EMBEDDED
-            else "no published weights: give a checkpoint file"
-        )
-        print(f"{name:{width}}  {', '.join(tags) or f'({without})'}")
+        remark = "embedded, the default" if name == EMBEDDED else "no published weights: give a checkpoint file"
+        print(f"{name:{width}}  {', '.join(tags) or f'({remark})'}")

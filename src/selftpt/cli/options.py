@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from selftpt.prompt import Prompt
 
 DATA, METHOD, MODEL, OUTPUT, CACHE, OTHER = "Data", "Method", "Model", "Output", "Cache", "Other"
-PANELS = {  # of configuration classes
+HUB = "Hugging Face hub"
+PANELS = {  # the panel of each configuration class
     "ModelOptions": MODEL,
     "LearnConfig": "Learning (stage 1)",
     "ContrastConfig": "Contrastive prompt tuning",
@@ -37,48 +39,79 @@ PANELS = {  # of configuration classes
 }
 PANEL_ORDER = (
     *(DATA, METHOD, MODEL, "Learning (stage 1)", "Contrastive prompt tuning", "Adaptation (stage 2)"),
-    *("Prediction (stage 3)", OUTPUT, CACHE, OTHER),
+    *("Prediction (stage 3)", HUB, OUTPUT, CACHE, OTHER),
 )
-OPTION_PANELS = {  # of options that name no panel
+OPTION_PANELS = {  # the panel of each option that declares none
     **dict.fromkeys(("source", "data", "datasets", "protocol", "names", "names_file"), DATA),
     **dict.fromkeys(("methods", "method", "set", "seeds", "compare"), METHOD),
     **dict.fromkeys(("out", "format", "as_json", "metric", "paper", "resume", "dry_run"), OUTPUT),
 }
-METAVARS = {  # of fields of configuration classes
+METAVARS = {  # for fields of configuration classes
     "model": "NAME|FOLDER",
     "pretrained": "NAME|FILE",
     "device": "DEVICE",
     "template": "TEMPLATE",
     "cache_gb": "GB|none",
 }
+EMBEDDED_PROMPT = "embedded"
 TYPE_METAVARS = {"int": "INT", "float": "FLOAT", "str": "TEXT", "path": "PATH", "list[str]": "TEXT"}
 
 
 class HelpfulCommand(TyperCommand):
-    """A command whose `--help` groups the options in panels, in one order for all commands."""
+    """A command whose `--help` groups the options in panels, in the same order for all commands."""
+
+    _formats_help = False
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The parameters sorted by panel, in the order of their declaration within a panel."""
+        """Return the parameters sorted by panel. Within a panel they keep the order of their declaration."""
         params = super().get_params(ctx)
         for param in params:
             _tidy(param, ctx)
             if isinstance(param, TyperOption):
                 param.rich_help_panel = param.rich_help_panel or OPTION_PANELS.get(str(param.name), OTHER)
-        return sorted(params, key=_panel_rank)
+        params = sorted(params, key=_panel_rank)
+        return list(map(_without_opposite, params)) if self._formats_help else params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        self._formats_help = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._formats_help = False
 
 
 class HelpfulGroup(TyperGroup):
     """The group of all commands, with the same `--help`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
         params = super().get_params(ctx)
         for param in params:
             _tidy(param, ctx)
         return params
 
 
+def _without_opposite(param: Any) -> Any:
+    """Return a copy of a flag for the help, in which `--no-flag` is part of the help text.
+
+    Typer gives `--no-flag` a column of its own, which at 80 columns leaves too little room for the help texts.
+    """
+    if not param.secondary_opts:
+        return param
+    shown = copy.copy(param)
+    (name,), (opposite,) = param.opts, param.secondary_opts
+    shown.secondary_opts = []
+    if opposite == f"--no-{name[2:]}":
+        shown.help = f"{param.help} The opposite is {opposite}."
+        shown.default, shown.is_bool_flag = "on" if param.default else "off", False
+    else:
+        shown.opts = [f"{name}/{opposite}"]
+    return shown
+
+
 def _tidy(param: Any, ctx: Any) -> None:
-    """Give a parameter a metavar instead of a Python type, and a help text that is a sentence."""
+    """Give a parameter a metavar instead of a Python type, and make its help text a sentence."""
     param.help = f"{param.help[:1].upper()}{param.help[1:].rstrip('.')}." if param.help else None
     if param.metavar is not None:
         pass
@@ -90,7 +123,9 @@ def _tidy(param: Any, ctx: Any) -> None:
         kind = param.display_type(ctx).strip("<>")
         param.metavar = TYPE_METAVARS.get(kind, kind)
     if not isinstance(param, TyperOption):
-        param.display_type_rich = lambda ctx: None  # noqa: ARG005  # the name of an argument says what it is
+        usage = f"{param.metavar}{'' if param.nargs == 1 else '...'}"
+        param.display_type_rich = lambda ctx: None  # noqa: ARG005  # an argument is described by its name
+        param.get_usage_pieces = lambda ctx: [usage if param.required else f"[{usage}]"]  # noqa: ARG005
 
 
 def _panel_rank(param: Any) -> int:
@@ -101,25 +136,29 @@ def _panel_rank(param: Any) -> int:
 
 @dataclass(frozen=True)
 class ModelOptions(Config):
-    """Which model is used, where, and in which precision."""
+    """The model, its device and its precision."""
 
     model: str | None = setting(
         None,
-        "A model of open_clip (see `selftpt models`), hf-hub:ORG/REPO, or a folder. By default the model that the file "
-        "was made with, or the embedded model.",
+        "A model of open_clip (see `selftpt models`), hf-hub:ORG/REPO, or a folder. By default the model of the prompt "
+        "or classifier file; without a file, the embedded model.",
     )
     pretrained: str | None = setting(
-        None, "Its weights: a published name, a checkpoint file, or random (predictions are then meaningless)."
+        None,
+        "The weights: a published name, a checkpoint file, or random. Predictions with random weights are meaningless.",
     )
-    device: str | None = setting(None, "The device: cpu, cuda or mps. By default the best one available.")
+    device: str | None = setting(None, "The device: cpu, cuda or mps. By default the best one that is available.")
     precision: Precision = setting("fp32", "Precision of the image tower.")
 
     def load(self, made_with: ModelId | None = None, what: str = "the file") -> Model:
-        """Load the model that the options name, else the one that a file was made with, else the embedded one.
+        """Load the model that the options name, else the model that a file was made with, else the embedded model.
 
         Args:
-            made_with: The model that a file names. Only --model makes selftpt load a folder or a repository.
+            made_with: The model that a file names. A folder or a repository is loaded only if --model names it.
             what: The file, for error messages.
+
+        Raises:
+            SelfTPTError: The model cannot be loaded.
         """
         from selftpt.models import EMBEDDED, list_models, load_model, load_recorded_model
 
@@ -135,12 +174,19 @@ class ModelOptions(Config):
         return model
 
     def prompt(self, file: Path | None) -> Prompt:
-        """The prompt of a file, or else the one that comes with the embedded model."""
+        """Load a prompt.
+
+        Args:
+            file: A file, or `hub:USER/REPO`. None, or `embedded`, is the prompt of the embedded model.
+
+        Raises:
+            SelfTPTError: The prompt cannot be loaded, or belongs to another model than --model.
+        """
         from selftpt.hub import resolve
         from selftpt.models import EMBEDDED
         from selftpt.prompt import Prompt
 
-        if file is not None:
+        if file is not None and str(file) != EMBEDDED_PROMPT:
             return Prompt.load(resolve(file, "prompt"))
         if self.model not in (None, EMBEDDED):
             raise SelfTPTError(
@@ -152,20 +198,26 @@ class ModelOptions(Config):
 
 @dataclass(frozen=True)
 class CacheOptions(Config):
-    """The cache on disk."""
+    """Options of the cache on disk."""
 
-    cache_mode: CacheMode = setting("on", "Whether results are cached on disk.")
-    cache_gb: float | None = setting(20.0, "Size limit. The least recently used results are deleted.", above=0)
+    cache_mode: CacheMode = setting(
+        "on", "Whether results are cached on disk. With read-only, cached results are used and none is added."
+    )
+    cache_gb: float | None = setting(
+        20.0,
+        "Size limit of the cache in GB; none is no limit. Beyond it, the least recently used results are deleted.",
+        above=0,
+    )
 
     def cache(self) -> Cache:
-        """The cache."""
+        """Open the cache."""
         from selftpt.data.cache import Cache
 
         return Cache(self.cache_mode, self.cache_gb)
 
 
 def note(text: str) -> None:
-    """Print a note for the user on standard error."""
+    """Print a note on standard error."""
     print(f"note: {text}", file=sys.stderr)
 
 
@@ -179,10 +231,10 @@ def _number_or_none(number: type[int] | type[float], name: str, value: str | flo
 
 
 def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the fields of configuration classes as options.
+    """Decorate a command so that the fields of configuration classes become its options.
 
     Args:
-        groups: Configuration classes by the names of the command's arguments, which get the configurations.
+        groups: The configuration class of each parameter of the command that is a configuration.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -191,9 +243,9 @@ def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callab
         added = [parameter for group in groups.values() for parameter in _parameters(group)]
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            settings = {name: _settings(group, given) for name, group in groups.items()}
-            command(**{p.name: given[p.name] for p in own}, **settings)
+        def run(**values: Any) -> None:
+            configs = {name: _make_config(group, values) for name, group in groups.items()}
+            command(**{p.name: values[p.name] for p in own}, **configs)
 
         run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
@@ -203,19 +255,22 @@ def with_settings(**groups: type[Any]) -> Callable[[Callable[..., None]], Callab
 
 
 def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
-    """The fields of a configuration class as options, and those of nested classes. A tuple is written with commas."""
+    """Yield an option for each field of a configuration class and of its nested classes.
+
+    On the command line, the items of a tuple are separated by commas.
+    """
     hints = get_type_hints(group)
     panel = PANELS.get(group.__name__)
     for field in dataclasses.fields(group):
         kind, default = hints[field.name], field.default
         if dataclasses.is_dataclass(kind):
-            yield from _parameters(hints[field.name])
+            yield from _parameters(cast("type[Any]", kind))
             continue
         more: dict[str, Any] = {"metavar": METAVARS.get(field.name)}
         if number := {int, float} & {*get_args(kind)}:
             (number_type,) = number
-            read = functools.partial(_number_or_none, number_type, f"--{field.name.replace('_', '-')}")
-            more = {"parser": read, "metavar": METAVARS.get(field.name, f"{TYPE_METAVARS[number_type.__name__]}|none")}
+            parse = functools.partial(_number_or_none, number_type, f"--{field.name.replace('_', '-')}")
+            more = {"parser": parse, "metavar": METAVARS.get(field.name, f"{TYPE_METAVARS[number_type.__name__]}|none")}
             default = "none" if default is None else default
         elif get_origin(kind) is tuple:
             kind, default, more = str, ",".join(cast("tuple[str, ...]", default)), {"metavar": "LIST"}
@@ -230,24 +285,30 @@ def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
         )
 
 
-def _settings(group: type[Any], given: dict[str, Any]) -> Any:
-    """A configuration from the values of the options."""
+def _make_config(group: type[Any], options: dict[str, Any]) -> Any:
+    """Make a configuration from the values of the options."""
     hints = get_type_hints(group)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(group):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
-            values[field.name] = _settings(hints[field.name], given)
+            values[field.name] = _make_config(cast("type[Any]", kind), options)
         elif get_origin(kind) is tuple:
-            values[field.name] = tuple(part.strip() for part in given[field.name].split(",") if part.strip())
-        elif kind == str | None and given[field.name] == "none":
+            values[field.name] = comma_separated(options[field.name])
+        elif kind == str | None and options[field.name] == "none":
             values[field.name] = None
         else:
-            values[field.name] = given[field.name]
+            values[field.name] = options[field.name]
     return group(**values)
 
 
-# Shell completion must not import torch, so these repeat DATASETS and PROTOCOLS; a test compares them.
+def comma_separated(text: str) -> tuple[str, ...]:
+    """Split a text at its commas, without empty parts."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+# These repeat the keys of DATASETS and PROTOCOLS, whose modules take too long to import for shell completion. A test
+# checks that they agree.
 DATASET_NAMES = (
     *("imagenet", "caltech101", "oxford_pets", "stanford_cars", "oxford_flowers", "food101", "fgvc_aircraft"),
     *("sun397", "dtd", "eurosat", "ucf101", "imagenetv2", "imagenet_sketch", "imagenet_a", "imagenet_r"),
@@ -256,7 +317,7 @@ PROTOCOL_NAMES = ("base-to-new", "cross-dataset", "domain")
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of models that start with what was typed, from the file names of open_clip's configurations."""
+    """Complete the name of a model, from the file names of open_clip's configurations."""
     names = ["selftpt-tiny"]
     spec = importlib.util.find_spec("open_clip")
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -265,19 +326,19 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_method(incomplete: str) -> list[str]:
-    """Names of methods that start with what was typed; also the last of a list with commas."""
+    """Complete the name of a method, or the last name of a comma-separated list."""
     from selftpt.methods import METHODS
 
     return _complete_last(incomplete, METHODS)
 
 
 def complete_dataset(incomplete: str) -> list[str]:
-    """Names of datasets that start with what was typed; also the last of a list with commas."""
+    """Complete the name of a dataset, or the last name of a comma-separated list."""
     return _complete_last(incomplete, DATASET_NAMES)
 
 
 def complete_protocol(incomplete: str) -> list[str]:
-    """Names of protocols that start with what was typed."""
+    """Complete the name of a protocol."""
     return _complete_last(incomplete, PROTOCOL_NAMES)
 
 
@@ -295,8 +356,8 @@ NamesFile = Annotated[
     typer.Option(
         "--names-file",
         metavar="FILE",
-        help="A file with one class name per line, or a JSON list. Lines `name: description` describe the class, for "
-        "methods that use descriptions.",
+        help="A file with one class name per line, or a JSON list of names. A line `name: description` also describes "
+        "the class, for methods that use descriptions.",
         rich_help_panel=DATA,
     ),
 ]
@@ -304,7 +365,7 @@ Images = Annotated[
     list[str],
     typer.Argument(
         metavar="IMAGES",
-        help="Image files, folders, or quoted patterns such as 'photos/*.jpg'. With - paths are read from standard "
+        help="Image files, folders, or quoted patterns such as 'photos/*.jpg'. A dash (-) reads paths from standard "
         "input, one per line.",
     ),
 ]
@@ -313,7 +374,8 @@ PromptFile = Annotated[
     typer.Option(
         "--prompt",
         metavar="FILE",
-        help="A prompt that `selftpt learn` wrote, or hub:USER/REPO. By default the prompt of the embedded model.",
+        help="A prompt that `selftpt learn` wrote, hub:USER/REPO, or embedded: the prompt of the embedded model, which "
+        "is the default.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -322,7 +384,7 @@ Changes = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="A setting of a method, such as learn.lr=0.02; may be repeated.",
+        help="Change a setting of the method, such as learn.lr=0.02. Repeat the option for more settings.",
         rich_help_panel=METHOD,
     ),
 ]
@@ -336,17 +398,21 @@ class Classes(NamedTuple):
     descriptions: dict[str, list[str]]
 
     def note_unused(self, method: str) -> None:
-        """Tell the user that a method does not use the descriptions, if there are any."""
+        """Print a note if there are descriptions, which the method does not use."""
         if self.descriptions:
             note(f"{method} does not use the descriptions of the names file; `predict --method visdesc` does")
 
 
 def read_classes(names: str | None, file: Path | None) -> Classes:
-    """Class names from --names or --names-file, with the descriptions that the file has."""
+    """Read class names, and descriptions if there are any, from --names or --names-file.
+
+    Raises:
+        SelfTPTError: Neither or both options are given, or the file cannot be read.
+    """
     if (names is None) == (file is None):
         raise SelfTPTError("give the class names either with --names 'cat, dog' or with --names-file FILE")
     if names is not None:
-        return Classes([name.strip() for name in names.split(",") if name.strip()], {})
+        return Classes(list(comma_separated(names)), {})
     assert file is not None
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -365,7 +431,11 @@ def read_classes(names: str | None, file: Path | None) -> Classes:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """The name and the value of a setting; a value is `none`, JSON, or else a string."""
+    """Parse `NAME=VALUE`. The value is `none`, JSON, or else a string.
+
+    Raises:
+        SelfTPTError: There is no value.
+    """
     key, equals, value = text.partition("=")
     if not equals:
         raise SelfTPTError(f"--set takes a setting with its value, such as learn.lr=0.02, not {text!r}")

@@ -1,4 +1,4 @@
-"""`selftpt predict`: stage 3."""
+"""`selftpt predict`: classify images (stage 3)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,16 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
+    """The formats of predictions."""
+
     table = "table"
     jsonl = "jsonl"
     csv = "csv"
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="How predictions are printed.", rich_help_panel=OUTPUT)]
+FormatOption = Annotated[
+    Format, typer.Option("--format", help="The format of the predictions.", rich_help_panel=OUTPUT)
+]
 
 
 @with_settings(options=ModelOptions, caching=CacheOptions, config=PredictConfig)
@@ -65,7 +69,7 @@ def command(
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="Use a method of `selftpt methods` instead of a classifier; it needs class names.",
+            help="A method of `selftpt methods` to use instead of a classifier. It needs class names.",
             autocompletion=complete_method,
             rich_help_panel=METHOD,
         ),
@@ -76,7 +80,7 @@ def command(
         str,
         typer.Option(
             metavar="TEMPLATE",
-            help="With --method: the template, with {} for the class name.",
+            help="The template for --method, with {} for the class name.",
             rich_help_panel=METHOD,
         ),
     ] = ContrastConfig.template,
@@ -84,7 +88,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="SOURCE",
-            help="With a --method that learns: labelled images, as for `selftpt learn`.",
+            help="Labelled images for a --method that learns, as for `selftpt learn`.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -99,10 +103,10 @@ def command(
     if classifier is not None:
         if names or names_file or source or set or template != ContrastConfig.template:
             raise SelfTPTError(
-                "--names, --names-file, --template, --source and --set need --method: a classifier has its class names"
+                "--names, --names-file, --template, --source and --set need --method: a classifier has its own names"
             )
         if caching != CacheOptions():
-            raise SelfTPTError("--cache-mode and --cache-gb need --method: a classifier caches nothing")
+            raise SelfTPTError("--cache-mode and --cache-gb need --method: nothing is cached with --classifier")
         _predict_with_classifier(classifier, images, options, config, chosen)
         return
     if config != PredictConfig(top=config.top):
@@ -159,17 +163,21 @@ def _predict_with_classifier(
 
 
 def chosen_format(format: Format, as_json: bool) -> Format:
-    """The output format; --json is short for --format jsonl."""
+    """Return the output format; --json is short for --format jsonl.
+
+    Raises:
+        SelfTPTError: --json is given with --format csv.
+    """
     if as_json and format is Format.csv:
-        raise SelfTPTError("--json and --format csv contradict each other: give one of them")
+        raise SelfTPTError("--json and --format csv exclude each other: give one of them")
     return Format.jsonl if as_json else format
 
 
 def find_inputs(images: list[str]) -> Iterable[Path]:
-    """The images that the arguments name.
+    """Find the images that the arguments name. Paths from standard input are read, and checked, as they are used.
 
     Raises:
-        SelfTPTError: One of them does not exist. Paths on standard input are checked when they are used.
+        SelfTPTError: One of them does not exist.
     """
     from selftpt.data.sources import find_images
 
@@ -184,10 +192,10 @@ def print_predictions(
     """Print predictions as they are made.
 
     Args:
-        predict: Makes the predictions; it is given a function that reports images that cannot be used.
+        predict: Makes the predictions. Its argument is called with the error of each image that cannot be used.
         paths: The images; a list if their number is known.
         format: The output format.
-        random_init: Whether the model has random weights, which the output then says.
+        random_init: Whether the model has random weights. The output is then marked.
 
     Raises:
         SelfTPTError: No image could be used.
@@ -201,7 +209,7 @@ def print_predictions(
             note(f"left out {error}")
 
     predictions = predict(report)
-    if format is Format.table or not sys.stdout.isatty():  # else the printed lines show the progress
+    if format is Format.table or not sys.stdout.isatty():  # otherwise the printed lines show the progress
         predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
     done = PRINTERS[format](predictions, random_init)
     if not done:

@@ -8,24 +8,34 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import Json
+from selftpt.cli.options import HUB, Json
 from selftpt.errors import SelfTPTError
-
-HUB = "Hub"
 
 
 def command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A prompt or a classifier.")],
-    repo: Annotated[str, typer.Argument(metavar="USER/REPO", help="The repository; it is created if need be.")],
+    repo: Annotated[
+        str, typer.Argument(metavar="USER/REPO", help="The repository on the hub. It is created if it does not exist.")
+    ],
     private: Annotated[
         bool | None,
-        typer.Option("--private/--public", help="Visibility of a new repository.", rich_help_panel=HUB),
+        typer.Option(
+            "--private/--public",
+            help="Visibility of a new repository. By default that of your account or organisation.",
+            rich_help_panel=HUB,
+        ),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="By default the main branch.", rich_help_panel=HUB)
+        str | None,
+        typer.Option(
+            metavar="BRANCH", help="The branch to upload to. By default the main branch.", rich_help_panel=HUB
+        ),
     ] = None,
     message: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The commit message.", rich_help_panel=HUB)
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="The commit message. By default it names what is uploaded.", rich_help_panel=HUB
+        ),
     ] = None,
     accuracy: Annotated[
         list[str] | None,
@@ -37,7 +47,7 @@ def command(
     ] = None,
     license: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="License for the model card, such as apache-2.0.", rich_help_panel=HUB),
+        typer.Option(metavar="ID", help="The license for the model card, such as apache-2.0.", rich_help_panel=HUB),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -61,7 +71,7 @@ def command(
 
 
 def _parse_accuracy(text: str) -> tuple[str, float]:
-    """The name and the percentage of `my test set=81.2`."""
+    """Parse the name and the percentage in `my test set=81.2`."""
     name, _, value = text.rpartition("=")
     try:
         if not name.strip():
@@ -69,5 +79,5 @@ def _parse_accuracy(text: str) -> tuple[str, float]:
         return name.strip(), float(value)
     except ValueError:
         raise SelfTPTError(
-            f"--accuracy takes a test set with its percentage, such as 'my test set=81.2', not {text!r}"
+            f"--accuracy takes the name of a test set and a percentage, such as 'my test set=81.2', not {text!r}"
         ) from None

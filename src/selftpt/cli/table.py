@@ -1,4 +1,4 @@
-"""`selftpt table`: recorded runs beside the paper's numbers."""
+"""`selftpt table`: show recorded runs beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
-from selftpt.cli.options import DATA, METHOD, OUTPUT, complete_method, complete_protocol
+from selftpt.cli.options import DATA, METHOD, OUTPUT, comma_separated, complete_method, complete_protocol
 
 
 class Format(StrEnum):
+    """The formats of tables."""
+
     text = "text"
     markdown = "markdown"
     csv = "csv"
@@ -21,6 +23,8 @@ class Format(StrEnum):
 
 
 class Paper(StrEnum):
+    """Which rows of the paper are shown."""
+
     same = "same"
     all = "all"
     none = "none"
@@ -32,7 +36,7 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Show only base-to-new, cross-dataset or domain. By default every protocol that has runs.",
+            help="Show only this protocol: base-to-new, cross-dataset or domain. By default all that have runs.",
             rich_help_panel=DATA,
             autocompletion=complete_protocol,
         ),
@@ -41,15 +45,18 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="new, base, harmonic, base-top5 or base-ece (base-to-new); test (others); top5 or ece (all). By "
-            "default base, new and harmonic in base-to-new, and test in the others.",
+            help="The metric. In base-to-new: base, new, harmonic, top5, ece, base-top5 or base-ece; by default base, "
+            "new and harmonic. In the other protocols: test, top5 or ece; by default test.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     paper: Annotated[
-        Paper, typer.Option(help="Rows of the paper: of the same methods, all, or none.", rich_help_panel=OUTPUT)
+        Paper,
+        typer.Option(
+            help="Which rows of the paper are shown: those of the same methods, all, or none.", rich_help_panel=OUTPUT
+        ),
     ] = Paper.same,
-    compare: Annotated[
+    methods: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
@@ -71,13 +78,13 @@ def command(
     from selftpt.files import write_atomically
 
     records = read_records(runs)
-    methods = [name.strip() for name in (compare or "").split(",") if name.strip()]
-    recorded = {record["protocol"] for record in records if not methods or record["method"] in methods}
+    chosen_methods = comma_separated(methods or "")
+    recorded = {record["protocol"] for record in records if not chosen_methods or record["method"] in chosen_methods}
     found = [name for name in PROTOCOLS if name in recorded] or [*PROTOCOLS]
     with_metric = [name for name in found if metric is None or metric in PROTOCOLS[name].metrics]
     shown = [protocol] if protocol else with_metric or found
     width = shutil.get_terminal_size().columns if out is None and sys.stdout.isatty() else None
-    tables = [make_table(records, name, metric, paper.value, methods) for name in shown]
+    tables = [make_table(records, name, metric, paper.value, chosen_methods) for name in shown]
     texts = [render(table, format.value, width) for table in tables]
     if format is Format.csv:  # one header for all tables
         texts[1:] = [text.partition("\n")[2] for text in texts[1:]]

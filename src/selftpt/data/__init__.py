@@ -1,1 +1,1 @@
-"""Images in: decoding, transforms, sources, features, datasets."""
+"""Image data: decoding, preprocessing, views, features, labelled images and datasets."""

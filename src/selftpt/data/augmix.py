@@ -1,7 +1,7 @@
-"""AugMix of a crop, as the authors of TPT use it: chains of mild operations, mixed with each other and with the crop.
+"""AugMix (Hendrycks et al., ICLR 2020) as the authors of TPT apply it to random crops.
 
-Hendrycks et al., AugMix, ICLR 2020. Every number is drawn from the generator given, so that threads do not disturb
-each other.
+A crop is mixed with the results of several chains of mild operations. All random numbers come from the generator that
+the caller passes, so results do not depend on other threads.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Operation = Callable[[Image.Image, random.Random], Image.Image]
 
 
 def level(rng: random.Random, most: float) -> float:
-    """A strength: between a hundredth of `most` and, at severity 1, a tenth."""
+    """Draw the strength of an operation: at severity 1, between 1 % and 10 % of `most`."""
     return rng.uniform(0.1, SEVERITY) * most / 10
 
 
-def either_way(rng: random.Random, value: float) -> float:
-    """The value or its opposite."""
+def random_sign(rng: random.Random, value: float) -> float:
+    """Return the value with a random sign."""
     return -value if rng.random() > 0.5 else value
 
 
@@ -45,27 +45,27 @@ def _solarize(image: Image.Image, rng: random.Random) -> Image.Image:
 
 
 def _rotate(image: Image.Image, rng: random.Random) -> Image.Image:
-    return image.rotate(either_way(rng, int(level(rng, 30))), Image.Resampling.BILINEAR)
+    return image.rotate(random_sign(rng, int(level(rng, 30))), Image.Resampling.BILINEAR)
 
 
 def _shear_x(image: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(image, 1, either_way(rng, level(rng, 0.3)), 0, 0, 1, 0)
+    return _affine(image, 1, random_sign(rng, level(rng, 0.3)), 0, 0, 1, 0)
 
 
 def _shear_y(image: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(image, 1, 0, 0, either_way(rng, level(rng, 0.3)), 1, 0)
+    return _affine(image, 1, 0, 0, random_sign(rng, level(rng, 0.3)), 1, 0)
 
 
 def _translate_x(image: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(image, 1, 0, either_way(rng, int(level(rng, image.width / 3))), 0, 1, 0)
+    return _affine(image, 1, 0, random_sign(rng, int(level(rng, image.width / 3))), 0, 1, 0)
 
 
 def _translate_y(image: Image.Image, rng: random.Random) -> Image.Image:
-    return _move(image, 1, 0, 0, 0, 1, either_way(rng, int(level(rng, image.height / 3))))
+    return _affine(image, 1, 0, 0, 0, 1, random_sign(rng, int(level(rng, image.height / 3))))
 
 
-def _move(image: Image.Image, *affine: float) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
+def _affine(image: Image.Image, *coefficients: float) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -82,16 +82,24 @@ OPERATIONS: tuple[Operation, ...] = (
 
 
 def augmix(crop: Image.Image, rng: random.Random) -> Image.Image:
-    """The crop, in RGB, blended with a mix of three chains of one to three operations.
+    """Mix a crop with the results of three chains of one to three operations.
 
-    The chains have Dirichlet(1, 1, 1) weights, the crop has a Beta(1, 1) weight, which is uniform.
+    The weights of the chains are drawn from Dirichlet(1, 1, 1), and the weight of the crop from Beta(1, 1), which is
+    uniform.
+
+    Args:
+        crop: The crop, in RGB.
+        rng: The generator of all random numbers.
+
+    Returns:
+        A new RGB image of the same size.
     """
-    drawn = [rng.expovariate(1) for _ in range(CHAINS)]
-    own = rng.random()
-    mix: NDArray[np.float32] = own * np.asarray(crop, np.float32)
-    for share in drawn:
+    chain_weights = [rng.expovariate(1) for _ in range(CHAINS)]  # normalised exponentials are Dirichlet(1, 1, 1)
+    crop_weight = rng.random()
+    mix: NDArray[np.float32] = crop_weight * np.asarray(crop, np.float32)
+    for weight in chain_weights:
         changed = crop
         for _ in range(rng.randint(1, DEPTH)):
             changed = rng.choice(OPERATIONS)(changed, rng)
-        mix += (1 - own) * share / sum(drawn) * np.asarray(changed, np.float32)
+        mix += (1 - crop_weight) * weight / sum(chain_weights) * np.asarray(changed, np.float32)
     return Image.fromarray(mix.round().clip(0, 255).astype(np.uint8))

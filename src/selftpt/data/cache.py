@@ -1,7 +1,7 @@
-"""The cache on disk: image features, adapted classifiers and what methods have learned, computed once.
+"""The cache on disk, for image features, adapted classifiers and learned parameters.
 
-What is cached can always be computed again, so the cache never stops the work: an entry that cannot be read or written
-gives a warning. Keys are made of what determines the content, source code and library versions included.
+Everything in the cache can be computed again. An entry that cannot be read or written therefore causes a warning, never
+an error. The key of an entry covers everything that determines its content, including source code and library versions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from selftpt.files import (
 )
 from selftpt.locks import lock
 
-if TYPE_CHECKING:  # listing the cache takes no torch
+if TYPE_CHECKING:  # the cache is listed without importing torch
     from torch import Tensor
 
     from selftpt.data.views import FileFingerprint, ViewSpec
@@ -48,13 +48,15 @@ LIBRARIES = ("torch", "torchvision", "open_clip_torch", "timm", "transformers", 
 
 @dataclass(frozen=True)
 class Cache:
-    """Where results are cached, and whether they are.
+    """The folder and the policy of a cache.
 
     Attributes:
-        mode: `on`, `off`, or `read-only`, which uses entries but adds and removes none.
-        max_gigabytes: When the cache grows beyond this size, the least recently used entries are deleted; None is no
-            limit.
-        folder: The folder; by default $SELFTPT_CACHE, or selftpt in the user's cache folder.
+        mode: `on`, `off`, or `read-only`, which uses entries but neither adds nor removes any.
+        max_gigabytes: The size beyond which the least recently used entries are deleted. None is no limit.
+        folder: The folder. By default `$SELFTPT_CACHE`, or `selftpt` in the user's cache folder.
+
+    Raises:
+        SelfTPTError: The mode or the size limit is invalid.
     """
 
     mode: CacheMode = "on"
@@ -81,7 +83,17 @@ class Cache:
         return self.mode == "on"
 
     def write(self, path: Path, kind: str, tensors: Mapping[str, Tensor], header: Mapping[str, object]) -> bool:
-        """Write an entry below `folder`, and keep the size limit; whether it could be written."""
+        """Write an entry, then delete others if the cache exceeds its size limit.
+
+        Args:
+            path: The file, below `folder`.
+            kind: The kind of file, which is stored in its header.
+            tensors: The tensors.
+            header: The rest of the header.
+
+        Returns:
+            Whether the entry was written. If it cannot be written, there is a warning.
+        """
         if not self.writes:
             return False
         try:
@@ -93,7 +105,10 @@ class Cache:
         return True
 
     def writable(self, kind: str) -> Path | None:
-        """The folder of a kind of entries; None, with a warning, if it cannot be written or locked."""
+        """Return the folder of a kind of entries, or None if nothing can be written there.
+
+        There is a warning if the folder cannot be written or locked.
+        """
         if not self.writes:
             return None
         try:
@@ -110,7 +125,10 @@ class Cache:
                 os.utime(path)
 
     def evict(self) -> None:
-        """Delete the least recently used entries until the size limit holds; a running training run is left alone."""
+        """Delete the least recently used entries until the cache is within its size limit.
+
+        Checkpoints and logs of training runs are not entries, and are kept.
+        """
         if self.max_gigabytes is None:
             return
         files = [file for kind in EVICTED for file in _files(self.folder / kind) if file[0].suffix in ENTRY_SUFFIXES]
@@ -128,15 +146,15 @@ NO_CACHE = Cache("off", None, Path())
 
 @functools.cache
 def code_digest(*packages: str) -> str:
-    """A digest of the source code of parts of selftpt, and of the versions of the libraries underneath.
+    """Compute a digest of the source code of selftpt and of the versions of the libraries that it uses.
 
     Args:
-        packages: Modules or packages below `selftpt`, such as `data`; all of it by default.
+        packages: Modules or packages below `selftpt`, such as `data`. By default all source code.
     """
     root = Path(__file__).parents[1]
     sha = hashlib.sha256(repr([_version(name) for name in LIBRARIES]).encode())
-    places = [root / name for name in packages] or [root]
-    for file in sorted(file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])):
+    paths = [root / name for name in packages] or [root]
+    for file in sorted(file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])):
         sha.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return sha.hexdigest()[:32]
 
@@ -149,7 +167,7 @@ def _version(library: str) -> str | None:
 
 
 def content_digest(value: Any) -> str:
-    """A digest of the content of a tensor, an array, a PIL image or an image of a dataset."""
+    """Compute a digest of the content of a tensor, an array, a PIL image or an image of a dataset."""
     if isinstance(value, DatasetImage):
         value = open_image(value)
     import numpy as np
@@ -168,10 +186,10 @@ def content_digest(value: Any) -> str:
 
 @dataclass(frozen=True)
 class LearnedFiles:
-    """Where learned parameters are kept and found again.
+    """Where learned parameters are stored, so that they are learned once.
 
     Attributes:
-        folder: A folder in which they must be kept; None keeps them in the cache, if its policy allows.
+        folder: The folder in which they are stored. None stores them in the cache, if its mode allows it.
         cache: The cache.
     """
 
@@ -181,14 +199,19 @@ class LearnedFiles:
     def read_or_learn(
         self, name: str, read: Callable[[Path], Result], learn: Callable[[Path | None, bool], Result]
     ) -> Result:
-        """What an earlier run learned, or what a new one learns.
+        """Read what an earlier run learned, or learn it now.
 
-        A damaged file is set aside and learned again. Another process that learns the same is waited for.
+        A damaged file is renamed, and its content is learned again. If another process is learning the same, this one
+        waits for it.
 
         Args:
-            name: Name of the file.
-            read: Reads the file; raises SelfTPTError if it is damaged.
-            learn: Learns and writes; is given the file, or None to write nothing, and whether writing may fail.
+            name: The name of the file.
+            read: Reads the file. It raises SelfTPTError if the file is damaged.
+            learn: Learns and writes the file. Its arguments are the path, or None to write nothing, and whether a file
+                that cannot be written is only a warning.
+
+        Returns:
+            The result of `read` or `learn`.
         """
         if self.folder is not None:
             return self._locked(self.folder / name, read, learn, optional=False)
@@ -224,14 +247,14 @@ class LearnedFiles:
 class FeatureCache:
     """Cached features of images by one model and one view specification, in shards.
 
-    A shard is a file with the features of some images. Its header is read when the cache is opened; its features are
-    verified and mapped into memory when one of its images is first asked for. Thread-safe.
+    A shard is a file with the features of some images. Its header is read when this object is created. Its features are
+    verified and mapped into memory when one of its images is first needed. Thread-safe.
 
     Args:
-        cache: The policy.
-        model: Whose features these are.
-        spec: Which views.
-        batch: The fixed size of the batches that the features are computed in; None if it varies.
+        cache: The folder and the policy.
+        model: The model that computes the features.
+        spec: The views whose features are cached.
+        batch: The size of the batches in which the features are computed, if it is fixed; else None.
     """
 
     def __init__(self, cache: Cache, model: Model, spec: ViewSpec, batch: int | None) -> None:
@@ -255,7 +278,7 @@ class FeatureCache:
                     self._rows.update((fingerprint, (shard, row)) for row, fingerprint in enumerate(images))
 
     def get(self, fingerprint: FileFingerprint | None) -> Tensor | None:
-        """The features [views, D] of an image, or None."""
+        """Return the features [views, D] of an image, or None if they are not cached."""
         if fingerprint is None or fingerprint not in self._rows:
             return None
         shard, row = self._rows[fingerprint]
@@ -302,25 +325,25 @@ class FeatureCache:
 
 
 def _images(header: Mapping[str, object]) -> list[FileFingerprint]:
-    """The fingerprints in the header of a shard."""
+    """Return the fingerprints in the header of a shard."""
     images = header.get("images")
     if not isinstance(images, list) or not all(
         isinstance(one, list) and one and all(type(part) in (str, int) for part in one) for one in images
     ):
-        raise SelfTPTError("the header of a features file has no list of images")
+        raise SelfTPTError("the header of a feature file has no list of images")
     return [tuple(one) for one in images]
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """What the cache has of one kind; of features, those of one model and view specification.
+    """A part of the cache: all files of one kind, or the features of one model and one view specification.
 
     Attributes:
         kind: `features`, `classifiers`, `learned` or `generated`.
-        content: What it is, in words.
-        items: Number of images, classifiers or files.
-        bytes: Size on disk.
-        path: Its folder.
+        content: A description of the content.
+        items: The number of images, classifiers or files.
+        bytes: The size on disk.
+        path: The folder.
     """
 
     kind: str
@@ -330,10 +353,10 @@ class CacheEntry:
     path: Path
 
     def remove(self) -> None:
-        """Delete it from the disk.
+        """Delete the files from the disk.
 
         Raises:
-            SelfTPTError: A part of it cannot be deleted.
+            SelfTPTError: A file cannot be deleted.
         """
         try:
             shutil.rmtree(self.path)
@@ -342,7 +365,7 @@ class CacheEntry:
 
 
 def cache_entries(cache: Cache) -> Iterator[CacheEntry]:
-    """List what a cache holds. Files that cannot be read count as bytes of unknown content."""
+    """Yield the entries of a cache. Files that cannot be read are counted in bytes only."""
     for folder in sorted(path for path in (cache.folder / "features").glob("*") if path.is_dir()):
         content, images, size = "unknown", 0, 0
         for file, stat in _files(folder):

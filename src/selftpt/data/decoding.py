@@ -1,4 +1,4 @@
-"""Image files, PIL images, arrays and tensors to RGB images, with limits that hold for untrusted files."""
+"""Decoding image files, PIL images, arrays and tensors to RGB images, with limits for untrusted files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from PIL import (
 
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 
-if TYPE_CHECKING:  # reading the names of files takes no torch
+if TYPE_CHECKING:  # files are listed without importing torch
     import torch
 
 ImageInput: TypeAlias = "str | os.PathLike[str] | Image.Image | np.ndarray[Any, Any] | torch.Tensor | DatasetImage"
@@ -37,12 +37,12 @@ SUFFIXES = {
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif"),
 }
-MAX_ASPECT = 200  # a longer strip, resized by its short side for a model, takes gigabytes
-BYTES_PER_PIXEL = 8  # of a file: 16-bit RGBA without compression
-BYTES_PER_PIXEL_IN_MEMORY = 3  # of a file that its decoder reads into memory as a whole
-MAX_PASSES = 100  # over a JPEG of max_megapixels: a progressive file can ask for any number of scans
+MAX_ASPECT = 200  # a longer strip would take gigabytes when its short side is resized for a model
+BYTES_PER_PIXEL = 8  # size limit of a file: uncompressed 16-bit RGBA
+BYTES_PER_PIXEL_IN_MEMORY = 3  # the same for formats whose decoders read the whole file into memory
+MAX_PASSES = 100  # limit of scans times pixels of a progressive JPEG, in units of max_megapixels
 TIFF_COMPRESSIONS = {1, 2, 3, 4, 5, 7, 8, 32773, 32946, 50000}  # none, fax, LZW, JPEG, Deflate, PackBits, Zstandard
-TIFF_TILE = 4096 * 4096  # pixels of a tile that any image may have, however small
+TIFF_TILE = 4096 * 4096  # pixels of a tile that is allowed in every image, however small
 TRANSPOSE: dict[int, Image.Transpose] = {  # by EXIF orientation
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -59,7 +59,7 @@ class _JpegFile(JpegImagePlugin.JpegImageFile):
         """Leave the EXIF data unread: damaged data would only give warnings."""
 
 
-SIGNATURES = [  # of the supported formats; MPO files start with their first JPEG image
+SIGNATURES = [  # of the supported formats; an MPO file starts with its first JPEG image
     (rb"\xff\xd8\xff", "JPEG"),
     (rb"\x89PNG\r\n\x1a\n", "PNG"),
     (rb"GIF8[79]a", "GIF"),
@@ -69,7 +69,7 @@ SIGNATURES = [  # of the supported formats; MPO files start with their first JPE
     (rb"RIFF....WEBP", "WEBP"),
     (rb"....ftypavi[fs]", "AVIF"),
 ]
-UNSUPPORTED = [  # formats with an answer of their own
+UNSUPPORTED = [  # formats that the error message names
     (rb"%!PS|\xc5\xd0\xd3\xc6", "EPS"),
     (rb"%PDF", "PDF"),
     (rb"\xd7\xcd\xc6\x9a|\x01\0\x09\0", "WMF"),
@@ -114,12 +114,12 @@ else:
 
 @dataclass(frozen=True, eq=False)
 class DatasetImage:
-    """An image of a dataset in memory, which is read when it is needed.
+    """A reference to an image of a dataset object. The image is read when it is needed.
 
     Attributes:
         dataset: A dataset of torchvision or Hugging Face.
         index: The position of the item.
-        key: Where the image is in the item: 0 in a tuple, or the name of a column.
+        key: The key of the image in the item: 0 in a tuple, or the name of a column.
     """
 
     dataset: Any
@@ -142,37 +142,38 @@ class DatasetImage:
 
 
 class ImageError(SelfTPTError):
-    """An image that cannot be used; the message says which and why."""
+    """An image cannot be used. The message names the image and the reason."""
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor; torch is not imported to find out."""
+    """Whether a value is a tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def warn_of(error: ImageError) -> None:
-    """Warn of an image that is left out: what is done by default."""
+    """Warn of an image that is left out. This is the default handler of image errors."""
     warnings.warn(f"left out {error}", SelfTPTWarning, stacklevel=3)
 
 
 def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
-    """Open an image in RGB as a person sees it.
+    """Open an image as RGB, the way an image viewer shows it.
 
-    It is rotated by its EXIF orientation, transparency becomes white, 16 bits are scaled to 8, and of an animation the
-    first frame is taken. The format of a file is told by its content; only JPEG, PNG, WebP, GIF, BMP, TIFF, PPM, PGM,
-    PBM and AVIF files reach a decoder. Thread-safe; Pillow's global settings are neither changed nor needed.
+    The EXIF orientation is applied, transparent areas become white, 16-bit images are scaled to 8 bits, and the first
+    frame of an animation is used. The format of a file is detected from its content. Only JPEG, PNG, WebP, GIF, BMP,
+    TIFF, PPM, PGM, PBM and AVIF files reach a decoder. Thread-safe. Pillow's global settings are neither changed nor
+    relied on.
 
     Args:
-        source: Path of a regular file, PIL image, uint8 array [H, W], [H, W, 3] or [H, W, 4], or uint8 tensor
-            [3, H, W]. A PIL image is not changed, except that it is loaded.
-        max_megapixels: Larger images are refused before they are decoded.
+        source: The path of a regular file, a PIL image, a uint8 array [H, W], [H, W, 3] or [H, W, 4], or a uint8 tensor
+            [3, H, W]. A PIL image is loaded, but not changed.
+        max_megapixels: The maximum size. Larger images are refused before they are decoded.
 
     Returns:
         A new image of mode RGB.
 
     Raises:
-        ImageError: The image cannot be used; one line with the reason.
+        ImageError: The image cannot be used. The message is one line with the reason.
     """
     if isinstance(source, DatasetImage):
         source = source.load()
@@ -187,7 +188,7 @@ def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
             f"an image is a path, a PIL image, an array [H, W, 3] or a tensor [3, H, W], not {type(source).__name__}"
         )
     path = os.fsdecode(source)
-    name = ascii(path) if re.search(r"[\0-\x1f\x7f-\x9f\u2028\u2029]", path) else path  # in one line
+    name = ascii(path) if re.search(r"[\0-\x1f\x7f-\x9f\u2028\u2029]", path) else path  # keeps messages on one line
     try:
         with _open_regular(path, name) as file:
             return _decode(_identify(file, name, max_megapixels), name, max_megapixels)
@@ -197,7 +198,7 @@ def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
         raise ImageError(f"{name}: no such file") from error
     except PermissionError as error:
         raise ImageError(f"{name}: no permission to read it") from error
-    except Exception as error:  # Pillow's plugins raise all kinds on damaged files
+    except Exception as error:  # for damaged files, Pillow raises many types of exceptions
         raise ImageError(f"{name}: cannot be read ({_line(error)})") from error
 
 
@@ -220,7 +221,7 @@ def _from_tensor(tensor: torch.Tensor) -> Image.Image:
 
 
 def _open_regular(path: str, name: str) -> IO[bytes]:
-    """Open a regular file; refuse a folder, pipe, socket or device without waiting for it."""
+    """Open a regular file. Folders, pipes, sockets and devices are refused without blocking."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
     try:
         file = os.open(path, flags)
@@ -236,7 +237,7 @@ def _open_regular(path: str, name: str) -> IO[bytes]:
 
 
 def _identify(file: IO[bytes], name: str, max_megapixels: float) -> ImageFile.ImageFile:
-    """Find the format by content and read the header with that format's decoder and no other."""
+    """Detect the format from the content, and read the header with the decoder of that format only."""
     start = file.read(512)
     matches = (format for pattern, format in SIGNATURES + UNSUPPORTED if re.match(pattern, start, re.DOTALL))
     format = next(matches, None)
@@ -251,7 +252,7 @@ def _identify(file: IO[bytes], name: str, max_megapixels: float) -> ImageFile.Im
             f"{name}: a file of {size / 1e6:.0f} MB, too large for an image of {max_megapixels:g} megapixels: "
             "raise max_megapixels or shrink the image"
         )
-    # These two decoders allocate by the sizes in the file before they tell them.
+    # These two decoders allocate memory for the size in the file before the size can be checked.
     if format == "WEBP":
         _check_size(_webp_size(start), name, max_megapixels)
     elif format == "GIF":
@@ -271,7 +272,7 @@ def _webp_size(start: bytes) -> tuple[int, int]:
 
 
 def _gif_size(file: IO[bytes]) -> tuple[int, int]:
-    """The size of a GIF file that its first frame extends, as Pillow does."""
+    """Return the size of a GIF image, enlarged to contain its first frame as in Pillow."""
 
     def colours(flags: int) -> int:
         return 6 << (flags & 7) if flags & 128 else 0
@@ -298,11 +299,11 @@ def _check_size(size: tuple[int, int], name: str, max_megapixels: float) -> None
             "raise max_megapixels or shrink the image"
         )
     if min(width, height) < 1 or max(width, height) > MAX_ASPECT * min(width, height):
-        raise ImageError(f"{name}: {width} x {height} pixels: too narrow an image")
+        raise ImageError(f"{name}: {width} x {height} pixels: the image is too narrow")
 
 
 def _check_undecoded(image: ImageFile.ImageFile, name: str, max_megapixels: float) -> None:
-    """Refuse what would take more memory or time to decode than the size of the image tells."""
+    """Refuse an image that would take more memory or time to decode than its size suggests."""
     pixels = image.width * image.height
     if image.format not in {*DECODERS, "MPO"}:
         raise ImageError(f"{name}: {image.format} is not supported: convert it to PNG")
@@ -323,7 +324,7 @@ def _check_undecoded(image: ImageFile.ImageFile, name: str, max_megapixels: floa
 
 
 def _count(file: IO[bytes], marker: bytes) -> int:
-    """Count the marker, of two bytes, in a file whose position is kept."""
+    """Count a two-byte marker in a file. The position in the file is restored."""
     position, found, last = file.tell(), 0, b""
     file.seek(0)
     while block := file.read(1 << 20):
@@ -339,7 +340,7 @@ def _decode(image: Image.Image, name: str, max_megapixels: float) -> Image.Image
         if isinstance(image, ImageFile.ImageFile) and (image.tile or image._im is None):
             _check_undecoded(image, name, max_megapixels)
             if isinstance(image, TiffImagePlugin.TiffImageFile) and image._im is None:
-                image.im = Image.new(image.mode, image._tile_size).im  # or Pillow applies its global limit
+                image.im = Image.new(image.mode, image._tile_size).im  # avoids Pillow's global size limit
         image.load()
     except ImageError:
         raise
@@ -357,7 +358,10 @@ def _line(error: Exception) -> str:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The orientation in EXIF or else XMP data, 1 without; `getexif` warns of every damaged tag beside it."""
+    """Return the orientation in the EXIF or else XMP data; 1 if there is none.
+
+    Pillow's `getexif` is not used, because it warns of every other damaged tag.
+    """
     if image.format == "TIFF":
         return 1  # applied by `load`
     exif = image.info.get("exif", b"")

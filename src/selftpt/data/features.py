@@ -1,4 +1,4 @@
-"""From images to views to features: the one path for learning, prediction, methods and benchmarks."""
+"""Features of the views of images, for learning, prediction, methods and benchmarks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from selftpt.progress import Bar
 BATCH = 64  # views that the image tower encodes at once
 BLOCK_VIEWS = 4096  # views whose features are in memory at once
 BLOCK_PIXELS = 256  # views whose pixels are in memory at once
-SHARD_SECONDS = 5.0  # of work in one shard of the cache: what an interrupted run loses at most
+SHARD_SECONDS = 5.0  # of work in one shard of the cache, which an interrupted run loses at most
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some usable images of a list.
+    """A batch of usable images.
 
     Attributes:
-        indices: Their positions in the list, [n].
+        indices: Their positions in the list of images, [n].
         sources: The images as they were given.
         views: L2-normalised features [n, V, D], or pixels, uint8 [n, V, 3, S, S]; on the model's device.
     """
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass
 class _Item:
-    """An image on its way: per view specification its features, or else its pixels."""
+    """An image with its features, or else its pixels, for each view specification."""
 
     index: int
     source: ImageInput
@@ -50,18 +50,17 @@ class _Item:
 
 
 class FeatureProvider:
-    """Makes the views of images and encodes them with the image tower, or takes their features from the cache.
-
-    A single image costs a single forward pass.
+    """Computes the features of views of images with the image tower, or reads them from the cache.
 
     Args:
         model: The model.
-        specs: View specifications, whose views are concatenated.
-        cache: Where features are cached.
-        batch: Views that the image tower encodes at once, at most.
-        fixed_batch: Zero-pad every batch to `batch` views. The features of an image then have the same bits whatever
-            the other images are and whatever was cached before, which training and benchmarks rely on.
-        on_error: Called for every image that cannot be used; it is then left out.
+        specs: View specifications. Their views are concatenated.
+        cache: The cache of features.
+        batch: The maximum number of views that the image tower encodes at once.
+        fixed_batch: Whether every batch is zero-padded to `batch` views. The features of an image are then bitwise
+            identical whatever the other images are and whatever was cached before. Training and benchmarks rely on
+            this.
+        on_error: Called for every image that cannot be used. The image is then left out.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class FeatureProvider:
         self.views = sum(spec.views for spec in self.specs)
 
     def __call__(self, images: Sequence[ImageInput]) -> Tensor:
-        """Features [N, V, D] of images, in memory; NaN for an image that cannot be used."""
+        """Compute the features [N, V, D] of images, on the CPU. They are NaN for an image that cannot be used."""
         features = torch.full((len(images), self.views, self.model.dimension), float("nan"))
         with Bar("image features", len(images)) as bar:
             for block in self.blocks(images):
@@ -89,12 +88,16 @@ class FeatureProvider:
         return features
 
     def blocks(self, images: Iterable[ImageInput], *, pixels: bool = False) -> Iterator[Block]:
-        """Usable images with their features, or with their pixels, block by block in the order of the images.
+        """Yield the usable images in their order, in blocks.
 
-        Images are decoded in threads ahead of the image tower; `images` is read as the work proceeds.
+        Images are decoded in threads while the image tower computes.
+
+        Args:
+            images: The images. They are read as the work proceeds.
+            pixels: Whether the blocks contain pixels instead of features.
         """
         limit = max(1, (BLOCK_PIXELS if pixels else BLOCK_VIEWS) // self.views)
-        # With padding, several batches at once: only the last of them is padded.
+        # With a fixed batch size, five batches are encoded together, and only the last one is padded.
         group = max(1, min(self.batch, (5 if self.fixed_batch else 1) * self.batch // self.views))
 
         def prepare(numbered: tuple[int, ImageInput]) -> _Item | ImageError:
@@ -145,7 +148,7 @@ class FeatureProvider:
         return Block(torch.tensor([item.index for item in items]), [item.source for item in items], views)
 
     def _encode(self, items: list[_Item], fresh: list[dict[FileFingerprint, Tensor]]) -> None:
-        """Replace the pixels of items by their features."""
+        """Replace the pixels of items with their features."""
         todo = [(item, k) for k in range(len(self.specs)) for item in items if not item.encoded[k]]
         if not todo:
             return
@@ -153,14 +156,14 @@ class FeatureProvider:
         features = torch.cat([self._encode_batch(rows) for rows in pixels.split(self.batch)])
         if not features.isfinite().all():
             hint = "" if self.model.precision == "fp32" else f" in {self.model.precision}: use fp32"
-            raise SelfTPTError(f"the image tower gives features that are not finite{hint}")
+            raise SelfTPTError(f"the features of the image tower are not finite{hint}")
         for (item, k), part in zip(todo, features.split([len(item.parts[k]) for item, k in todo]), strict=True):
             item.parts[k], fingerprint = part, item.fingerprints[k]
             if fingerprint is not None:
                 fresh[k][fingerprint] = part
 
     def _encode_batch(self, pixels: Tensor) -> Tensor:
-        """Features [n, D] of n views."""
+        """Compute the features [n, D] of n views."""
         count = len(pixels)
         if self.fixed_batch:
             pixels = torch.cat([pixels, pixels.new_zeros(self.batch - count, *pixels.shape[1:])])

@@ -1,4 +1,4 @@
-"""Labelled images, and where images are found: folders, CSV files, lists, patterns."""
+"""Labelled images from folders, CSV files, lists and datasets; images by path, folder or pattern."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from selftpt.data.decoding import SUFFIXES, DatasetImage, ImageInput, is_tensor
 from selftpt.errors import SelfTPTError
 from selftpt.names import check_names
 
-if TYPE_CHECKING:  # reading the names of files takes no torch
+if TYPE_CHECKING:  # files are listed without importing torch
     from torch import Tensor
 
 
 class IndexedDataset(Protocol):
-    """A dataset whose items are found by their position."""
+    """A dataset with a length, whose items are accessed by index."""
 
     def __len__(self) -> int: ...
 
@@ -37,8 +37,11 @@ class Source:
     Attributes:
         names: The class names.
         images: Paths, PIL images, arrays or tensors. Empty if there are features instead.
-        labels: For each image the index of its class.
-        features: L2-normalised image features [N, crops, D], given instead of images.
+        labels: The index of each image's class.
+        features: L2-normalised image features [N, crops, D], instead of images.
+
+    Raises:
+        SelfTPTError: The number or the range of the labels, or the shape of the features, is wrong.
 
     Example:
         >>> import numpy as np
@@ -56,14 +59,16 @@ class Source:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", check_names(self.names))
         if self.features is not None and not is_tensor(self.features):
-            raise SelfTPTError(f"the features of a source are a tensor, not {type(self.features).__name__}")
+            raise SelfTPTError(f"the features of a source must be a tensor, not {type(self.features).__name__}")
         count = len(self.images) if self.features is None else len(self.features)
         if self.features is not None and (self.images or self.features.ndim != 3):
-            raise SelfTPTError("a source has either images, or features of shape [N, crops, D]")
+            raise SelfTPTError("a source must have either images, or features of shape [N, crops, D]")
         if len(self.labels) != count:
-            raise SelfTPTError(f"a source has one label per image: {count} images, {len(self.labels)} labels")
+            raise SelfTPTError(
+                f"a source must have one label per image, not {count} images and {len(self.labels)} labels"
+            )
         if self.labels and not 0 <= min(self.labels) <= max(self.labels) < len(self.names):
-            raise SelfTPTError(f"the labels of a source are indices of its {len(self.names)} class names")
+            raise SelfTPTError(f"the labels of a source must be indices of its {len(self.names)} class names")
 
     @classmethod
     def read(cls, source: Source | SourceLike) -> Source:
@@ -74,7 +79,7 @@ class Source:
                 of torchvision or Hugging Face, or a `Source`, which is returned as it is.
 
         Raises:
-            SelfTPTError: It cannot be read, or is none of these.
+            SelfTPTError: The source cannot be read, or is none of these.
         """
         if isinstance(source, Source):
             return source
@@ -85,13 +90,17 @@ class Source:
         if hasattr(source, "__getitem__") and hasattr(_base_dataset(source), "classes"):
             return cls.from_torchvision(source)
         raise SelfTPTError(
-            "a source is a folder, a CSV file, a dataset of torchvision or Hugging Face, or a selftpt.Source, "
-            f"not {type(source).__name__}; Source.from_images takes lists"
+            "a source must be a folder, a CSV file, a dataset of torchvision or Hugging Face, or a selftpt.Source, "
+            f"not {type(source).__name__}: make a source of lists with Source.from_images"
         )
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Source:
-        """Read a folder with one folder of images per class, named like the class."""
+        """Read a folder with one folder of images per class, named like the class.
+
+        Raises:
+            SelfTPTError: The folder cannot be read, has fewer than two classes, or a class has no image.
+        """
         root = Path(folder)
         try:
             if not root.is_dir():
@@ -118,6 +127,9 @@ class Source:
         """Read a CSV file with two columns, image path and class name; a first line `path,label` is optional.
 
         Relative paths start at the folder of the file. Classes are in alphabetical order.
+
+        Raises:
+            SelfTPTError: The file cannot be read, or has images of fewer than two classes.
         """
         path = Path(file)
         rows: list[tuple[Path, str]] = []
@@ -199,11 +211,11 @@ class Source:
             names: The class names; by default those of the `ClassLabel`, or the labels themselves if they are strings.
 
         Raises:
-            SelfTPTError: This is not one split, or a column or the class names cannot be found.
+            SelfTPTError: The dataset is not one split, or a column or the class names cannot be found.
         """
         features = getattr(dataset, "features", None)
         if isinstance(dataset, dict) or features is None or not hasattr(dataset, "__len__"):
-            raise SelfTPTError('give one split of the dataset that is not streamed, such as dataset["train"]')
+            raise SelfTPTError('the dataset must be one split, not streamed: choose one, such as dataset["train"]')
         image = _column(features, image, "Image", ("image", "img"))
         label = _column(features, label, "ClassLabel", ("label", "labels"))
         known = getattr(features[label], "names", None) if names is None else names
@@ -218,7 +230,7 @@ class Source:
         """Make a source of L2-normalised image features.
 
         Args:
-            features: [N, D], or [N, crops, D] for several crops of each image, which the epochs take in turn.
+            features: [N, D], or [N, crops, D] for several crops of each image, which are used in turn, one per epoch.
             labels: The class of each image: its name, or its index in `names`.
             names: The class names; by default those of the labels in alphabetical order.
         """
@@ -227,7 +239,7 @@ class Source:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The images of a source that consists of files."""
+        """The paths of the images, which must all be files."""
         assert all(isinstance(image, Path) for image in self.images)
         return self.images  # type: ignore[return-value]
 
@@ -235,7 +247,7 @@ class Source:
         return len(self.labels)
 
     def select(self, indices: Sequence[int]) -> Source:
-        """The images at some positions."""
+        """Return a source of the images at these positions."""
         return Source(
             self.names,
             tuple(self.images[i] for i in indices) if self.features is None else (),
@@ -244,7 +256,12 @@ class Source:
         )
 
     def few(self, shots: int | None, seed: int) -> Source:
-        """At most `shots` images per class, by CoOp's rule: classes in order of appearance, a random sample of each."""
+        """Sample at most `shots` images per class as CoOp does: class by class, in the order of first appearance.
+
+        Args:
+            shots: The number of images; None for all.
+            seed: The seed of the sample.
+        """
         if shots is None:
             return self
         rng = random.Random(seed)
@@ -261,14 +278,14 @@ class Source:
 
 
 def _base_dataset(dataset: Any) -> Any:
-    """The dataset that a `torch.utils.data.Subset`, or a subset of one, was taken from."""
+    """Return the dataset below one or more `torch.utils.data.Subset` objects."""
     while hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         dataset = dataset.dataset
     return dataset
 
 
 def _torchvision_labels(dataset: Any) -> Sequence[Any]:
-    """The labels of a dataset, without reading its images where it lists them."""
+    """Return the labels of a dataset. Its images are read only if it has no list of labels."""
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         labels = _torchvision_labels(dataset.dataset)
         return [labels[i] for i in dataset.indices]
@@ -279,7 +296,7 @@ def _torchvision_labels(dataset: Any) -> Sequence[Any]:
 
 
 def _column(features: Any, name: str | None, kind: str, usual: Sequence[str]) -> str:
-    """The column of a Hugging Face dataset with a name, or else of a type, or else with a usual name."""
+    """Find a column of a Hugging Face dataset: by name if given, else by type, else by its usual names."""
     if name is not None:
         if name not in features:
             raise SelfTPTError(f"the dataset has no column {name!r}: it has {', '.join(features)}")
@@ -287,19 +304,19 @@ def _column(features: Any, name: str | None, kind: str, usual: Sequence[str]) ->
     found = [column for column, feature in features.items() if type(feature).__name__ == kind]
     found = found if len(found) == 1 else [column for column in usual if column in features]
     if not found:
-        raise SelfTPTError(f"which column is the {usual[0]}? The dataset has {', '.join(features)}: name one")
+        raise SelfTPTError(f"no {usual[0]} column was found: choose one with {usual[0]}=, from {', '.join(features)}")
     return str(found[0])
 
 
 def _indexed(
     labels: Sequence[str | int], names: Sequence[str] | None, images: tuple[ImageInput, ...]
 ) -> tuple[tuple[str, ...], tuple[ImageInput, ...], tuple[int, ...]]:
-    """Class names, images, and labels as indices of the names."""
+    """Return class names, images, and the labels as indices of the names."""
     known = check_names(sorted({label for label in labels if isinstance(label, str)}) if names is None else names)
-    place = {name: i for i, name in enumerate(known)}
+    index_of = {name: i for i, name in enumerate(known)}
     indices = []
     for i, label in enumerate(labels):
-        found = place.get(label) if isinstance(label, str) else int(label)
+        found = index_of.get(label) if isinstance(label, str) else int(label)
         if found is None:
             raise SelfTPTError(f"label {i + 1} of {len(labels)}, {label!r}, is not one of the class names")
         indices.append(found)
@@ -307,9 +324,13 @@ def _indexed(
 
 
 def images_in(folder: Path) -> list[Path]:
-    """The image files below a folder, sorted, hidden ones left out."""
+    """List the image files below a folder in sorted order, without hidden files and folders.
+
+    Raises:
+        SelfTPTError: A folder cannot be read.
+    """
     found = []
-    for root, folders, files in os.walk(folder, onerror=_refuse):
+    for root, folders, files in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [
             Path(root, name) for name in files if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
@@ -317,17 +338,26 @@ def images_in(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _refuse(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise SelfTPTError(f"cannot read the folder {error.filename}: {error.strerror}")
 
 
 def is_place(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder or a pattern, for `find_images`, and not one image."""
+    """Whether a path is a folder or a glob pattern, which `find_images` expands, rather than one image."""
     return os.path.isdir(path) or (glob.has_magic(os.fspath(path)) and not os.path.exists(path))
 
 
 def find_images(places: Iterable[str | os.PathLike[str]], listing: TextIO | None = None) -> Iterator[Path]:
-    """Files, folders (all below them) and glob patterns to image paths; "-" reads `listing`, one path per line."""
+    """Yield the paths of images.
+
+    Args:
+        places: Files, folders, which stand for all images below them, and glob patterns. "-" stands for the paths in
+            `listing`.
+        listing: A text with one path per line. These paths are not checked.
+
+    Raises:
+        SelfTPTError: A file or folder does not exist, a folder has no image, or a pattern matches no file.
+    """
     for place in places:
         text = os.fspath(place)
         path = Path(text)

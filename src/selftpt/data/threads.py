@@ -1,4 +1,4 @@
-"""Work in threads, results in order."""
+"""Parallel work in threads, with results in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ Result = TypeVar("Result")
 def in_threads(
     work: Callable[[Item], Result], items: Iterable[Item], ahead: int, threads: int | None = None
 ) -> Iterator[Result]:
-    """`work` of each item, in order, by threads that keep up to `ahead` results ready."""
+    """Apply a function to items in threads, and yield the results in the order of the items.
+
+    Args:
+        work: The function.
+        items: The items. They are read as the work proceeds.
+        ahead: The number of results that are computed in advance.
+        threads: The number of threads; by default that of the processors, at most 8.
+    """
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
         waiting: collections.deque[Future[Result]] = collections.deque()
         try:

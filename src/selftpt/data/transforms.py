@@ -1,4 +1,4 @@
-"""What a model does to an image before its image tower, and random resized crops."""
+"""The preprocessing of a model, and random resized crops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from selftpt.data.augmix import augmix
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What a model does to a image before its image tower: one resize and crop, then mean and deviation."""
+    """The preprocessing of a model: resize and crop, then normalisation with mean and standard deviation.
+
+    Attributes:
+        size: Height and width of the image tower's input.
+        mean: Mean of each channel, [3, 1, 1].
+        std: Standard deviation of each channel, [3, 1, 1].
+        interpolation: The interpolation of resized images.
+    """
 
     size: tuple[int, int]
     mean: Tensor
@@ -30,7 +37,7 @@ class Preprocess:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Preprocess:
-        """From the preprocessing settings that open_clip keeps with a model."""
+        """Make the preprocessing from the settings that open_clip stores with a model."""
         cfg = PreprocessCfg(**config)
         height, width = (cfg.size, cfg.size) if isinstance(cfg.size, int) else tuple(cfg.size)[-2:]
         resampling = Image.Resampling.BILINEAR if cfg.interpolation == "bilinear" else Image.Resampling.BICUBIC
@@ -39,7 +46,7 @@ class Preprocess:
         return cls((height, width), mean, std, resampling, Compose(geometry))
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """An RGB image to the pixels the model sees: uint8 [3, S, S]."""
+        """Resize and crop an RGB image to the input size: uint8 [3, S, S]."""
         pixels: Tensor = pil_to_tensor(self._geometry(image))
         return pixels
 
@@ -52,28 +59,37 @@ class Preprocess:
         mixed: bool = False,
         only: int | None = None,
     ) -> Tensor:
-        """The image itself, unless not wanted, and random resized crops, flipped or not: uint8 [views, 3, S, S].
+        """Make views of an image: the image itself, and random resized crops, each flipped with probability 1/2.
 
-        mixed: whether AugMix is applied to the crops. only: of the crops, the one of this number.
+        Args:
+            image: The image, in RGB.
+            crops: The number of random crops.
+            rng: The generator of all random numbers.
+            whole: Whether the image itself is the first view.
+            mixed: Whether AugMix is applied to the crops.
+            only: The index of a crop, if only this crop is needed. It is the same as among all crops.
+
+        Returns:
+            uint8 [views, 3, S, S].
         """
         height, width = self.size
         views = [self(image)] if whole else []
-        for number in range(crops):
+        for index in range(crops):
             left, upper, right, lower = box = random_box(*image.size, rng)
             flip = rng.random() < 0.5
-            mixing = random.Random(rng.random()) if mixed else None
-            if only not in (None, number):
+            mix_rng = random.Random(rng.random()) if mixed else None
+            if only not in (None, index):
                 continue
-            # `crop` would do, but for the limit on pixels that Pillow has for the whole program.
+            # Not `image.crop`, which applies Pillow's global size limit.
             crop = image.transform((right - left, lower - upper), Image.Transform.EXTENT, box)
             crop = crop.resize((width, height), self.interpolation)
             if flip:
                 crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            views.append(pil_to_tensor(augmix(crop, mixing) if mixing else crop))
+            views.append(pil_to_tensor(augmix(crop, mix_rng) if mix_rng else crop))
         return torch.stack(views)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, 3, S, S] in uint8 to the floats the image tower takes; floats stay as they are."""
+        """Convert uint8 pixels [B, 3, S, S] to normalised floats. Floats are returned as they are."""
         if pixels.dtype != torch.uint8:
             return pixels
         return pixels.float().div_(255).sub_(self.mean.to(pixels.device)).div_(self.std.to(pixels.device))
@@ -82,9 +98,13 @@ class Preprocess:
 def random_box(
     width: int, height: int, rng: random.Random, scale: tuple[float, float] = (0.08, 1.0)
 ) -> tuple[int, int, int, int]:
-    """Left, upper, right and lower of a random resized crop: area in `scale`, aspect log-uniform in 3/4 to 4/3.
+    """Draw the box of a random resized crop, as torchvision's `RandomResizedCrop` does.
 
-    After ten boxes that do not fit, the largest central one of an allowed aspect.
+    The area is uniform in `scale`, relative to the image, and the aspect ratio is log-uniform in 3/4 to 4/3. After ten
+    boxes that do not fit into the image, the largest central box with an allowed aspect ratio is returned.
+
+    Returns:
+        Left, upper, right and lower.
     """
     low, high = 3 / 4, 4 / 3
     for _ in range(10):

@@ -27,7 +27,7 @@ class LazyImage:
         self._decoded: dict[float, Image.Image] = {}
 
     def decode(self, max_megapixels: float) -> Image.Image:
-        """The image in RGB.
+        """Decode the image to RGB, once.
 
         Raises:
             ImageError: The image cannot be used, or is larger than `max_megapixels`.
@@ -39,13 +39,13 @@ class LazyImage:
 
 @dataclass(frozen=True)
 class ViewSpec:
-    """Which views of an image the image tower is shown: the image itself, or `crops` random resized crops.
+    """Specification of the views of an image: the image itself, or random resized crops of it.
 
     Attributes:
-        crops: Number of random crops; 0 is the image itself.
-        seed: Seed of the crops of every image; None derives one from the image's file and folder name, or from its
-            pixels if it is not a file.
-        max_megapixels: Larger images are refused.
+        crops: The number of random crops; 0 for the image itself.
+        seed: The seed of the crops, the same for every image. None derives a seed from the names of the image's file
+            and folder, or from its pixels if it is not a file.
+        max_megapixels: The maximum size. Larger images are refused.
         augmix: Whether AugMix is applied to the crops.
     """
 
@@ -56,11 +56,12 @@ class ViewSpec:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """JSON values that differ for specifications with different views."""
+        """JSON values that identify the specification."""
         return self.crops, self.seed, self.max_megapixels, *(["augmix"] if self.augmix else [])
 
     @property
     def views(self) -> int:
+        """The number of views."""
         return self.crops or 1
 
     def __str__(self) -> str:
@@ -70,29 +71,34 @@ class ViewSpec:
         return f"{self.crops} random crops{seed}{', AugMix' if self.augmix else ''}"
 
     def fingerprint(self, source: ImageInput) -> FileFingerprint | None:
-        """Identifies the content of the views; None if they cannot be identified, as for images in memory."""
+        """Identify the content of the views. None for an image in memory, which has no identity."""
         return fingerprint(source) if isinstance(source, str | os.PathLike) else None
 
     def make_views(self, preprocess: Preprocess, image: LazyImage, only: int | None = None) -> Tensor:
-        """The views of an image.
+        """Make the views of an image.
 
         Args:
             preprocess: The model's preprocessing.
             image: The image.
-            only: Number of the only crop that is made.
+            only: The index of a crop, if only this crop is needed.
 
         Returns:
-            uint8 [views, 3, S, S]; a float tensor [3, S, S], which is preprocessed already, comes back as [1, 3, S, S].
+            uint8 [views, 3, S, S]. A float tensor [3, S, S] is taken as preprocessed and returned as [1, 3, S, S].
 
         Raises:
             ImageError: The image cannot be used.
         """
         source = image.source
         if isinstance(source, Tensor) and source.is_floating_point():
-            if tuple(source.shape) != (3, *preprocess.size) or self.crops:
+            if tuple(source.shape) != (3, *preprocess.size):
                 raise ImageError(
-                    f"the tensor: a float tensor must be one preprocessed image of shape {[3, *preprocess.size]}, "
-                    f"of which there are no crops; this one has shape {list(source.shape)}"
+                    f"the tensor: a float tensor must be a preprocessed image of shape {[3, *preprocess.size]}, not "
+                    f"{list(source.shape)}: preprocess it, or give a uint8 tensor"
+                )
+            if self.crops:
+                raise ImageError(
+                    "the tensor: a float tensor is a preprocessed image, and no crops can be made of it: use one view, "
+                    "or give a uint8 tensor"
                 )
             if not source.isfinite().all():
                 raise ImageError("the tensor: it has values that are not finite")
@@ -105,13 +111,13 @@ class ViewSpec:
 def image_and_crops(
     views: int, augmix: bool = False, seed: int = 0, max_megapixels: float = MAX_MEGAPIXELS
 ) -> list[ViewSpec]:
-    """The image itself and random crops, `views` views together."""
+    """Specify the image itself and `views - 1` random crops."""
     image, crops = ViewSpec(max_megapixels=max_megapixels), ViewSpec(views - 1, seed, max_megapixels, augmix)
     return [image, crops] if views > 1 else [image]
 
 
 def fingerprint(path: str | os.PathLike[str]) -> FileFingerprint:
-    """Absolute path, size and modification time of a file; of a missing file, the path alone."""
+    """Return the absolute path, size and modification time of a file; of a missing file only the path."""
     absolute = Path(path).absolute()
     try:
         stat = absolute.stat()
@@ -121,13 +127,14 @@ def fingerprint(path: str | os.PathLike[str]) -> FileFingerprint:
 
 
 def _own_seed(source: ImageInput, decoded: Image.Image) -> bytes:
+    """Derive a seed from the image, so that it has the same crops in every run."""
     if isinstance(source, str | os.PathLike):
         return os.fsencode("/".join(Path(source).absolute().parts[-2:]))
     return hashlib.sha256(decoded.tobytes()).digest()
 
 
 def stack_views(parts: list[Tensor], preprocess: Preprocess) -> Tensor:
-    """Views of several kinds [views_i, 3, S, S] as one tensor, which is normalised if one of them is."""
+    """Concatenate views [views_i, 3, S, S]. If one part is normalised, the others are normalised as well."""
     if any(part.is_floating_point() for part in parts):
         parts = [preprocess.normalize(part) for part in parts]
     return torch.cat(parts)

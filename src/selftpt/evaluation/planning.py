@@ -19,7 +19,7 @@ from selftpt.errors import SelfTPTError
 from selftpt.evaluation.protocols import find_protocol
 from selftpt.evaluation.records import Record
 from selftpt.methods import METHODS
-from selftpt.methods.selection import check_uses_prompt, find_method
+from selftpt.methods.selection import check_uses_prompt, did_you_mean_setting, find_method
 
 OWN_OPTIONS = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
 
@@ -99,8 +99,9 @@ class Plan:
         """
         if not methods:
             raise SelfTPTError(f"--methods names none: choose one of {', '.join(METHODS)}")
-        if unknown := [name for name in methods if name not in METHODS]:
-            find_method(unknown[0])
+        for name in methods:  # all names, before the first method is imported
+            if name not in METHODS:
+                find_method(name)
         for key in self.changes:
             if key in OWN_OPTIONS:
                 raise SelfTPTError(f"{key} cannot be changed with --set: use {OWN_OPTIONS[key]}")
@@ -110,7 +111,11 @@ class Plan:
         configs = [find_method(name).config for name in methods]
         for key in self.changes:
             if not any(kind_of(config, key.split(".")) for config in configs):
-                raise SelfTPTError(f"none of {', '.join(methods)} has a setting {key!r}: see `selftpt methods NAME`")
+                hint = did_you_mean_setting(key, configs)
+                raise SelfTPTError(
+                    f"no setting of {', '.join(methods)} is called {key!r}: {hint}`selftpt methods NAME` lists the "
+                    "settings of a method"
+                )
         for config in configs:
             change(config, {key: value for key, value in self.changes.items() if kind_of(config, key.split("."))})
 

@@ -1,6 +1,6 @@
 """The table of methods: Self-TPT and the methods it is compared with, one module each.
 
-`METHODS` imports the module of a method when the method is first used. Names and descriptions are plain data, so that
+`METHODS` imports the module of a method when the method is first used. Names and descriptions are plain data, so
 listing the methods does not import torch.
 """
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "FitContext", "FittedMethod", "Method", "MethodInfo", "MethodTable", "Predictor"]
 
-Inputs = Literal["features", "views", "pixels"]  # of the image; of the image and other views of it; raw pixels
+Inputs = Literal["features", "views", "pixels"]  # features of the image, features of several views of it, or pixels
 Requirement = Literal["any", "transformer image tower"]
 
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """A row of the table of methods: where a method is, and what `selftpt methods` prints about it.
+    """A row of the table of methods: the location of a method, and what `selftpt methods` prints about it.
 
-    `inputs`, `needs_labels`, `transductive`, `stochastic`, `requires` and `cost` are those of the `Method` object with
-    its default configuration; a test checks that they agree.
+    `inputs`, `needs_labels`, `transductive`, `stochastic`, `requires` and `cost` must equal those of the `Method`
+    object with its default configuration. A test checks this.
 
     Attributes:
         location: `module:NAME` of the `Method` object. A module without a dot is a module of `selftpt.methods`.
-        summary: What it does, in a few words.
-        reference: Where it was published.
-        inputs: What it uses of an image: features of the image, features of several views, or pixels.
-        needs_labels: Whether it learns from labelled images.
-        transductive: Whether it adapts to all test images at once.
-        stochastic: Whether its result depends on a seed.
-        requires: The kind of image tower it needs.
-        cost: What it computes for each image, in words.
-        also_needs: What it needs besides the image and labels, in words.
+        summary: What the method does, in a few words.
+        reference: The publication.
+        inputs: The input for each image: features of the image, features of several views, or pixels.
+        needs_labels: Whether the method learns from labelled images.
+        transductive: Whether the method adapts to all test images at once.
+        stochastic: Whether the result depends on a seed.
+        requires: The kind of image tower that the method needs.
+        cost: The computation for each image, in words.
+        also_needs: What the method needs besides images and labels, in words.
     """
 
     location: str
@@ -53,17 +53,17 @@ class MethodInfo:
 
     @property
     def needs(self) -> str:
-        """What it needs of an image and besides, in words."""
+        """The inputs and everything else that the method needs, in words."""
         inputs = "features of views" if self.inputs == "views" else self.inputs
         return f"{inputs}, {self.also_needs}" if self.also_needs else inputs
 
     @property
     def trains_on(self) -> str:
-        """What it learns from, in words."""
+        """The training data, in words."""
         return "labelled images" if self.needs_labels else "nothing"
 
     def load(self) -> Method:
-        """Import the module of the method."""
+        """Import the module of the method and return the `Method` object."""
         module, _, name = self.location.partition(":")
         method: Method = getattr(
             importlib.import_module(module if "." in module else f"selftpt.methods.{module}"), name
@@ -72,10 +72,10 @@ class MethodInfo:
 
 
 class MethodTable(Mapping[str, "Method"]):
-    """Methods by name. Iterating over it, `in` and `len` import no method.
+    """A mapping from names to methods. Iteration, `in` and `len` do not import any method.
 
     Args:
-        info: The rows by the name of the method. A row that is added later is found, too.
+        info: The rows, by the name of the method. Rows can be added later.
 
     Example:
         >>> from selftpt import METHODS
@@ -112,7 +112,7 @@ _SELF_TPT = "Efficient Test-Time Prompt Tuning for Vision-Language Models, 2024"
 METHODS = MethodTable(
     {
         "clip": MethodInfo("clip:CLIP", "zero-shot with one template", _CLIP),
-        "clip-ensemble": MethodInfo("clip:ENSEMBLE", "zero-shot, mean of 80 templates", _CLIP),
+        "clip-ensemble": MethodInfo("clip:ENSEMBLE", "zero-shot, mean over 80 templates", _CLIP),
         "coop": MethodInfo(
             "coop:COOP",
             "a prompt learned with cross-entropy",
@@ -122,34 +122,34 @@ METHODS = MethodTable(
         ),
         "cocoop": MethodInfo(
             "cocoop:COCOOP",
-            "a prompt that depends on the image",
+            "a prompt that depends on the image, from a small network",
             "Zhou et al., CVPR 2022",
             needs_labels=True,
             stochastic=True,
-            cost="1 view, all class names",
+            cost="1 view, text encoding of all class names",
         ),
         "kgcoop": MethodInfo(
             "kgcoop:KGCOOP",
-            "coop, kept near a hand-crafted template",
+            "coop, with class vectors kept near those of a template",
             "Yao et al., CVPR 2023",
             needs_labels=True,
             stochastic=True,
         ),
         "proda": MethodInfo(
             "proda:PRODA",
-            "the mean of 32 prompts, learned as a Gaussian",
+            "mean of 32 prompts, learned as a Gaussian distribution",
             "Lu et al., CVPR 2022",
             needs_labels=True,
             stochastic=True,
         ),
         "lasp": MethodInfo(
             "lasp:LASP",
-            "a prompt regularised by templates; LayerNorms",
+            "a prompt regularised by templates, and tuned LayerNorms",
             "Bulat and Tzimiropoulos, CVPR 2023",
             inputs="pixels",
             needs_labels=True,
             stochastic=True,
-            also_needs="or features, if the image tower is not a ViT of open_clip",
+            also_needs="or features if the image tower is not a ViT of open_clip",
         ),
         "ship": MethodInfo(
             "ship:SHIP",
@@ -160,20 +160,20 @@ METHODS = MethodTable(
         ),
         "visdesc": MethodInfo(
             "visdesc:VISDESC",
-            "mean of sentences with descriptors of each class",
+            "mean over sentences with descriptors of each class",
             "Menon and Vondrick, ICLR 2023",
             also_needs="descriptors",
         ),
         "waffleclip": MethodInfo(
             "waffleclip:WAFFLECLIP",
-            "mean of sentences with random words and characters",
+            "mean over sentences with random words and characters",
             "Roth et al., ICCV 2023",
             stochastic=True,
         ),
-        "tpt": MethodInfo("tpt:TPT", "a prompt tuned to each image", _TPT, inputs="views", cost="64 views, 1 step"),
+        "tpt": MethodInfo("tpt:TPT", "a prompt tuned for each image", _TPT, inputs="views", cost="64 views, 1 step"),
         "coop+tpt": MethodInfo(
             "tpt:COOP_TPT",
-            "tpt from the prompt of coop",
+            "tpt, starting from the prompt of coop",
             _TPT,
             inputs="views",
             needs_labels=True,
@@ -182,14 +182,14 @@ METHODS = MethodTable(
         ),
         "c-tpt": MethodInfo(
             "c_tpt:C_TPT",
-            "tpt that keeps class vectors apart",
+            "tpt with a term that keeps class vectors apart",
             "Yoon et al., ICLR 2024",
             inputs="views",
             cost="64 views, 1 step",
         ),
         "difftpt": MethodInfo(
             "difftpt:DIFFTPT",
-            "tpt with generated images",
+            "tpt with generated images as further views",
             _DIFFTPT,
             inputs="views",
             cost="127 views, 4 steps",
@@ -197,7 +197,7 @@ METHODS = MethodTable(
         ),
         "coop+difftpt": MethodInfo(
             "difftpt:COOP_DIFFTPT",
-            "difftpt from the prompt of coop",
+            "difftpt, starting from the prompt of coop",
             _DIFFTPT,
             inputs="views",
             needs_labels=True,
@@ -217,16 +217,16 @@ METHODS = MethodTable(
         ),
         "tda": MethodInfo(
             "tda:TDA",
-            "caches of earlier test images",
+            "logits corrected by caches of earlier test images",
             "Karmanov et al., CVPR 2024",
             transductive=True,
             stochastic=True,
-            cost="1 view, the caches",
+            cost="1 view, cache lookup",
             also_needs="the test images as a stream",
         ),
         "mta": MethodInfo(
             "mta:MTA",
-            "the mode of the views, by mean shift",
+            "the mode of the views, found by mean shift",
             "Zanella and Ben Ayed, CVPR 2024",
             inputs="views",
             cost="64 views",
@@ -240,7 +240,7 @@ METHODS = MethodTable(
         ),
         "four-prompts": MethodInfo(
             "four_prompts:FOUR_PROMPTS",
-            "one prompt for each of self-tpt's views, learned with cross-entropy, ensembled",
+            "a prompt for each of self-tpt's views, learned with cross-entropy, averaged",
             "a control",
             needs_labels=True,
             stochastic=True,
@@ -254,7 +254,7 @@ METHODS = MethodTable(
         ),
         "self-tpt-v": MethodInfo(
             "self_tpt:SELF_TPT_V",
-            "self-tpt, the mean of 64 views",
+            "self-tpt, averaged over 64 views",
             _SELF_TPT,
             inputs="views",
             needs_labels=True,

@@ -1,4 +1,4 @@
-"""C-TPT: TPT that also keeps the class vectors apart, so that its confidence is better calibrated."""
+"""C-TPT: TPT with a second term that keeps the class vectors apart, which improves calibration."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from selftpt.methods.method import FittedMethod, Method
 
 @dataclass(frozen=True)
 class CTptConfig(tpt.TptConfig):
-    """TPT's configuration, and the weight of the new term."""
+    """TPT's configuration, and the weight of the second term."""
 
-    dispersion: float = setting(50.0, "weight of the dispersion of class vectors", minimum=0)
+    dispersion: float = setting(50.0, "weight of the dispersion of the class vectors", minimum=0)
 
 
 def dispersion(vectors: Tensor) -> Tensor:
-    """The mean distance of class vectors [C, D] from their mean."""
+    """Compute the mean distance of class vectors [C, D] from their mean."""
     distances: Tensor = (vectors - vectors.mean(0)).norm(dim=-1)
     return distances.mean()
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
-    """TPT's loss minus the weighted dispersion."""
+    """Make a tuner whose loss is TPT's loss minus the weighted dispersion."""
     model, config = fitted.model, fitted.config
 
     def select(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Zero-shot CLIP: one template, or the mean over many."""
+"""Zero-shot CLIP, with one template or an ensemble of templates."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from selftpt.methods.method import FittedMethod, Method
 
 @dataclass(frozen=True)
 class ClipConfig(Config):
-    """Nothing to configure."""
+    """Zero-shot CLIP has no settings."""
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], template: str) -> Classifier:
-    """The dataset's template."""
+    """Make a zero-shot classifier with the dataset's template."""
     return zero_shot(fitted.model, names, template)
 
 
 def classify_ensemble(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """The mean of the L2-normalised class vectors of CLIP's 80 ImageNet templates."""
-    each = [zero_shot(fitted.model, names, template("{}")) for template in OPENAI_IMAGENET_TEMPLATES]
-    weights = F.normalize(torch.stack([one.weights for one in each]).mean(0), dim=-1)
-    return dataclasses.replace(each[0], weights=weights, origin={"stage": "zero-shot", "templates": len(each)})
+    """Average the L2-normalised class vectors of CLIP's 80 ImageNet templates."""
+    classifiers = [zero_shot(fitted.model, names, template("{}")) for template in OPENAI_IMAGENET_TEMPLATES]
+    weights = F.normalize(torch.stack([classifier.weights for classifier in classifiers]).mean(0), dim=-1)
+    origin = {"stage": "zero-shot", "templates": len(classifiers)}
+    return dataclasses.replace(classifiers[0], weights=weights, origin=origin)
 
 
 CLIP = Method("clip", ClipConfig(), classify)

@@ -1,4 +1,4 @@
-"""CoCoOp: a small network shifts the prompt depending on the image, so that each image has its own class vectors."""
+"""CoCoOp: a small network shifts the prompt depending on the image, so each image has its own class vectors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ from selftpt.progress import Bar
 from selftpt.prompt import initial_context
 from selftpt.training import Losses, State, Training
 
-NARROWING = 16  # of the network's hidden layer, against the features
+NARROWING = 16  # the feature dimension divided by the width of the hidden layer
 
 
 @dataclass(frozen=True)
 class CocoopConfig(Config):
-    """As in the authors' scripts."""
+    """CoCoOp's settings, as in the authors' scripts."""
 
     learn: TrainConfig = field(default_factory=lambda: TrainConfig(batch=1))
 
 
 def initial_network(dimension: int, width: int, generator: torch.Generator) -> Head:
-    """The meta-network D to D / 16 to d: all within ± 1 / √(inputs of the layer), as torch's linear layers start."""
+    """Initialise the network D -> D / 16 -> d as PyTorch initialises linear layers.
+
+    Weights and biases are uniform within ± 1 / √(inputs of the layer).
+
+    Args:
+        dimension: Dimension of the image features, D.
+        width: Width of the text tower, d.
+        generator: The random generator.
+    """
     hidden = max(1, dimension // NARROWING)
     shapes = ((hidden, dimension), (hidden,), (width, hidden), (width,))
     bounds = (dimension**-0.5, dimension**-0.5, hidden**-0.5, hidden**-0.5)
@@ -43,39 +51,58 @@ def initial_network(dimension: int, width: int, generator: torch.Generator) -> H
 
 
 def prompts_of(images: Tensor, context: Tensor, network: Head) -> Tensor:
-    """v_m(x) = v_m + h(x): image features [B, D], L2-normalised, and the context [M, d] to prompts [B, M, d]."""
+    """Compute the prompt of each image, v_m(x) = v_m + h(x).
+
+    Args:
+        images: L2-normalised image features x, [B, D].
+        context: The context v, [M, d].
+        network: The network h.
+
+    Returns:
+        Prompts, [B, M, d].
+    """
     return context + project(images, network, normalize=False)[:, None]
 
 
 def gradients(
     encoder: TextEncoder, parameters: Sequence[Tensor], images: Tensor, labels: Tensor, scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """Cross-entropy of images [B, D], each with its own prompt, and its gradients w.r.t. context and network.
+    """Compute the cross-entropy of images, each with its own prompt, and its gradients.
 
-    `parameters` are the context [M, d] and the network. All classes are encoded once per image, one image at a time.
+    All classes are encoded once per image, one image at a time.
+
+    Args:
+        encoder: The encoder of the class names.
+        parameters: The context [M, d] and the tensors of the network.
+        images: L2-normalised image features, [B, D].
+        labels: [B].
+        scale: 1 / τ.
+
+    Returns:
+        The mean loss, and its gradient w.r.t. each of `parameters`.
     """
     context, *network = (parameter.detach().requires_grad_() for parameter in parameters)
     prompts = prompts_of(images, context, Head(*network))
 
-    def of_one(prompt: Tensor, image: Tensor, label: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def image_gradient(prompt: Tensor, image: Tensor, label: Tensor) -> tuple[Tensor, list[Tensor]]:
         return prompt_gradient(
             encoder, prompt, lambda classes: cross_entropy(image[None], classes[0], label[None], scale)
         )
 
-    steps = [of_one(*one) for one in zip(prompts.detach(), images, labels, strict=True)]
-    by_prompts = torch.stack([gradient for _, (gradient,) in steps]) / len(images)
-    loss = torch.stack([value for value, _ in steps]).mean()
-    return loss, list(torch.autograd.grad(prompts, [context, *network], by_prompts))
+    results = [image_gradient(*inputs) for inputs in zip(prompts.detach(), images, labels, strict=True)]
+    prompt_gradients = torch.stack([gradient for _, (gradient,) in results]) / len(images)
+    loss = torch.stack([value for value, _ in results]).mean()
+    return loss, list(torch.autograd.grad(prompts, [context, *network], prompt_gradients))
 
 
 def encoder_of(model: Model, names: Sequence[str], config: TrainConfig) -> TextEncoder:
-    """The encoder of class names."""
+    """Make the encoder of class names."""
     tokens = class_tokens(model.text.tokenizer, names, config.length, PROMPT_ALONE)
     return TextEncoder(model.text, tokens, config.length, ["end"], chunk=config.chunk)
 
 
 def train(context: FitContext, config: CocoopConfig) -> Training:
-    """The context and the meta-network."""
+    """Prepare the training of the context and the network."""
     model, learn = context.model, config.learn
     features, labels = context.features(learn)
     generator = torch.Generator().manual_seed(learn.seed)
@@ -86,14 +113,14 @@ def train(context: FitContext, config: CocoopConfig) -> Training:
 
     def step(chosen: Tensor, epoch: int, _number: int) -> tuple[Losses, Sequence[Tensor]]:
         crops = features[chosen, epoch % features.shape[1]].to(model.device)
-        loss, found = gradients(encoder, state.parameters, crops, labels[chosen].to(model.device), model.scale)
-        return {"ce": loss.item()}, found
+        loss, values = gradients(encoder, state.parameters, crops, labels[chosen].to(model.device), model.scale)
+        return {"ce": loss.item()}, values
 
     return Training(("context", *Head._fields), state, step, len(labels), learn)
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Probabilities:
-    """Every image has its own class vectors."""
+    """Make a function that computes class vectors for each image."""
     model, tensors = fitted.model, fitted.on_device()
     network = Head(*(tensors[name] for name in Head._fields))
     encoder = encoder_of(model, names, fitted.config.learn)
@@ -101,18 +128,18 @@ def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Pro
     @torch.no_grad()
     def probabilities(views: Tensor) -> Tensor:
         images = views[:, 0].to(model.device)
-        answers = []
+        results = []
         with Bar("prompts of images", len(images)) as bar:
             for image, prompt in zip(images, prompts_of(images, tensors["context"], network), strict=True):
-                answers.append((model.scale * F.normalize(encoder(prompt)[0], dim=-1) @ image).softmax(-1))
+                results.append((model.scale * F.normalize(encoder(prompt)[0], dim=-1) @ image).softmax(-1))
                 bar.step()
-        return torch.stack(answers)
+        return torch.stack(results)
 
     return probabilities
 
 
 def cost(_config: CocoopConfig) -> str:
-    return "all class names"
+    return "text encoding of all class names"
 
 
 COCOOP = Method(

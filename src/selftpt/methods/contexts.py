@@ -1,4 +1,4 @@
-"""Context vectors that minimise a loss of the class features: what methods of CoOp's family share."""
+"""Training of context vectors by a loss of the class features, shared by CoOp-like methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selftpt.objective import Batch, prompt_gradient
 from selftpt.prompt import initial_context
 from selftpt.training import Losses, State, Training
 
-ClassLoss = Callable[[Tensor, Batch], Tensor]  # class features [C, D], not normalised, and a batch of images
+ClassLoss = Callable[[Tensor, Batch], Tensor]  # (class features [C, D], not normalised; a batch of images) -> loss
 
 
 def context_training(
@@ -27,14 +27,14 @@ def context_training(
     config: TrainConfig,
     loss: ClassLoss,
 ) -> Training:
-    """The training run of one context [M, d] for each view, which minimises `loss` of that view's class features.
+    """Prepare a training run that learns one context [M, d] for each view.
 
     Args:
         context: The model and the training images.
-        tokens: The class names.
-        views: Views by the name of their parameter.
+        tokens: The tokens of the class names.
+        views: The views, by the name of the parameter that is learned for each.
         config: The configuration.
-        loss: The loss of one view.
+        loss: The loss that the class features of each view minimise.
     """
     model = context.model
     features, labels = context.features(config)
@@ -42,22 +42,22 @@ def context_training(
     contexts = [initial_context(model, config.length, config.words, generator).to(model.device) for _ in views]
     encoders = [TextEncoder(model.text, tokens, config.length, [view], chunk=config.chunk) for view in views.values()]
 
-    def gradients(chosen: Tensor, epoch: int, _number: int) -> tuple[Losses, Sequence[Tensor]]:
+    def step(chosen: Tensor, epoch: int, _number: int) -> tuple[Losses, Sequence[Tensor]]:
         crops = features[chosen, epoch % features.shape[1]]
         batch = Batch(crops.to(model.device), labels[chosen].to(model.device), model.scale)
         losses: dict[str, float] = {}
-        found = []
+        gradients = []
         for view, encoder, prompt in zip(views.values(), encoders, contexts, strict=True):
             value, (gradient,) = prompt_gradient(encoder, prompt, lambda classes: loss(classes[0], batch))
             losses[view] = value.item()
-            found.append(gradient)
-        return losses, found
+            gradients.append(gradient)
+        return losses, gradients
 
-    return Training(list(views), State.sgd(contexts, config), gradients, len(labels), config)
+    return Training(list(views), State.sgd(contexts, config), step, len(labels), config)
 
 
 @torch.no_grad()
 def class_vectors(model: Model, tokens: ClassTokens, context: Tensor, view: View, chunk: int | None) -> Tensor:
-    """The L2-normalised class vectors [C, D] of a context [M, d] in one view."""
+    """Compute the L2-normalised class vectors [C, D] of a context [M, d] in one view."""
     encoder = TextEncoder(model.text, tokens, len(context), [view], chunk=chunk)
     return F.normalize(encoder(context.to(model.device))[0], dim=-1)

@@ -1,4 +1,4 @@
-"""CoOp: the prompt is learned with cross-entropy alone, and used as it is."""
+"""CoOp: a prompt learned with cross-entropy alone, without adaptation to the class names."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from selftpt.methods.method import FitContext, FittedMethod, Method
 from selftpt.methods.self_tpt import PROMPT_TENSORS, prompt_of, train
 
 Recipe = Literal["paper", "coop"]
-MANY = 500  # classes of ImageNet's base half, from which on CoOp takes 50 epochs
+MANY = 500  # classes of ImageNet's base half; with this many or more, CoOp trains for 50 epochs
 
 
 @dataclass(frozen=True)
 class CoopTrainConfig(LearnConfig):
-    """Cross-entropy alone. Batch size and epochs are the recipe's unless they are given."""
+    """Stage 1 with cross-entropy alone. Batch size and epochs come from the recipe unless they are set."""
 
-    batch: int | None = setting(None, "images per step; none takes the recipe's")  # type: ignore[assignment]
-    epochs: int | None = setting(None, "epochs; none takes the recipe's")  # type: ignore[assignment]
+    batch: int | None = setting(None, "images per step; none takes the value of the recipe")  # type: ignore[assignment]
+    epochs: int | None = setting(None, "epochs; none takes the value of the recipe")  # type: ignore[assignment]
     cpt: float = setting(0.0, "weight of contrastive prompt tuning")
     gm: float = setting(0.0, "weight of gradient matching")
 
 
 @dataclass(frozen=True)
 class CoopConfig(Config):
-    """CoOp in the setting of the Self-TPT paper, or by its authors' few-shot recipe."""
+    """CoOp in the setting of the Self-TPT paper, or with the few-shot recipe of CoOp's authors."""
 
     learn: CoopTrainConfig = field(default_factory=CoopTrainConfig)
-    recipe: Recipe = setting("paper", "whose batch size and epochs: paper or coop")
+    recipe: Recipe = setting("paper", "source of the batch size and the epochs: paper or coop")
 
 
 def train_config(context: FitContext, config: CoopConfig) -> LearnConfig:
-    """`config.learn` with the recipe's batch size and epochs where it has none.
+    """Fill in the batch size and the epochs of the recipe where `config.learn` has none.
 
-    All else in CoOp's few-shot recipe, its learning rate too, is the default already.
+    Everything else in CoOp's few-shot recipe, including the learning rate, equals the defaults.
     """
     batch, epochs = LearnConfig.batch, LearnConfig.epochs
     if config.recipe == "coop":
@@ -51,7 +51,7 @@ def train_config(context: FitContext, config: CoopConfig) -> LearnConfig:
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """The learned prompt without stage 2."""
+    """Make the classifier of the learned prompt, without stage 2."""
     return adapt(fitted.model, prompt_of(fitted), names, AdaptConfig(steps=0))
 
 

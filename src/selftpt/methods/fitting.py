@@ -1,4 +1,4 @@
-"""`selftpt.fit`: one call for any method."""
+"""`selftpt.fit`, which fits any method by its name."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def fit(
     """Fit a method of `METHODS`.
 
     Args:
-        method: Its name, such as "coop"; `selftpt.METHODS` lists all.
+        method: The name of the method, such as "coop"; `selftpt.METHODS` lists all.
         model: The frozen model.
         source: Labelled images, for a method that needs them: a `Source`, or anything that `Source.read` accepts.
         settings: Settings to change, such as `{"learn.lr": 0.01}`; `METHODS[method].config` has the defaults.
-        folder: Where learned parameters and checkpoints are kept; by default in the cache.
-        cache: Where image features are cached; by default the user's cache folder.
+        folder: The folder of learned parameters and checkpoints; by default they are in the cache.
+        cache: The cache of image features; by default the user's cache folder.
         initial: Initial values of learned parameters, by name.
-        on_error: Called for every image that cannot be used; the others are used.
+        on_error: Called for every image that cannot be used; the image is then left out.
 
     Returns:
         The fitted method. `for_classes(names)` makes a predictor for a list of class names.

@@ -1,4 +1,4 @@
-"""A control: prompts at the four places of CPT's views, learned with cross-entropy alone, ensembled."""
+"""A control for Self-TPT: one prompt for each of CPT's four views, learned with cross-entropy alone, averaged."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from selftpt.training import Training
 
 @dataclass(frozen=True)
 class FourPromptsConfig(Config):
-    """The setting of the Self-TPT paper."""
+    """The settings of the Self-TPT paper."""
 
     learn: TrainConfig = field(default_factory=TrainConfig)
-    template: str = setting(ContrastConfig.template, "the template, which is the fourth prompt")
+    template: str = setting(ContrastConfig.template, "template that serves as the fourth prompt")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,24 +34,24 @@ class FourPromptsConfig(Config):
 
 
 def loss(classes: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy (Eq. 3) of one view."""
+    """Compute the cross-entropy (Eq. 3) of the class features [C, D] of one view."""
     return cross_entropy(batch.images, classes, batch.labels, batch.scale)
 
 
 def train(context: FitContext, config: FourPromptsConfig) -> Training:
-    """A context for each of the three learned views."""
+    """Prepare the training of one context for each of the three learned views."""
     contrast = ContrastConfig(template=config.template)
     tokens = class_tokens(context.model.text.tokenizer, context.source.names, config.learn.length, contrast)
     return context_training(context, tokens, {view: view for view in VIEWS}, config.learn, loss)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """The mean of the L2-normalised class vectors of the four prompts."""
+    """Average the L2-normalised class vectors of the four prompts."""
     model, config, learn = fitted.model, fitted.config, fitted.config.learn
     tokens = class_tokens(model.text.tokenizer, names, learn.length, ContrastConfig(template=config.template))
-    each = [class_vectors(model, tokens, fitted.tensors[view], view, learn.chunk) for view in VIEWS]
+    learned = [class_vectors(model, tokens, fitted.tensors[view], view, learn.chunk) for view in VIEWS]
     hand_crafted = F.normalize(encode_template(model.text, tokens, config.template, learn.chunk), dim=-1)
-    weights = F.normalize(torch.stack([*each, hand_crafted]).mean(0), dim=-1)
+    weights = F.normalize(torch.stack([*learned, hand_crafted]).mean(0), dim=-1)
     return Classifier.of(model, tokens.names, weights, stage="four-prompts", settings=dataclasses.asdict(config))
 
 

@@ -1,4 +1,4 @@
-"""KgCoOp: CoOp whose class vectors are kept near those of a hand-crafted template."""
+"""KgCoOp: CoOp with a term that keeps the class vectors near those of a hand-crafted template."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from selftpt.training import Training
 
 @dataclass(frozen=True)
 class KgcoopConfig(Config):
-    """As in the authors' scripts."""
+    """KgCoOp's settings, as in the authors' scripts."""
 
     learn: TrainConfig = field(default_factory=lambda: TrainConfig(batch=128, epochs=100))
     weight: float = setting(8.0, "weight of the distance to the template, λ", minimum=0)
-    template: str = setting(ContrastConfig.template, "the hand-crafted template")
+    template: str = setting(ContrastConfig.template, "hand-crafted template")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,26 +35,33 @@ class KgcoopConfig(Config):
 
 
 def distance(classes: Tensor, hand_crafted: Tensor) -> Tensor:
-    """1 - the mean cosine of learned [C, D] and hand-crafted [C, D] class features: the L_kg of the authors' code."""
+    """Compute L_kg as in the authors' code: 1 - the mean cosine of learned and hand-crafted class features [C, D]."""
     return 1 - F.cosine_similarity(classes, hand_crafted, dim=-1).mean()
 
 
 def loss(classes: Tensor, batch: Batch, hand_crafted: Tensor, weight: float) -> Tensor:
-    """L_ce + λ L_kg of class features [C, D] and hand-crafted ones [C, D]; weight: λ."""
+    """Compute L_ce + λ L_kg.
+
+    Args:
+        classes: Learned class features, [C, D].
+        batch: The images of the step.
+        hand_crafted: Class features of the template, [C, D].
+        weight: λ.
+    """
     return cross_entropy(batch.images, classes, batch.labels, batch.scale) + weight * distance(classes, hand_crafted)
 
 
 def train(context: FitContext, config: KgcoopConfig) -> Training:
-    """One context, guided by the template."""
+    """Prepare the training of one context."""
     text, learn = context.model.text, config.learn
     tokens = class_tokens(text.tokenizer, context.source.names, learn.length, ContrastConfig(template=config.template))
     hand_crafted = encode_template(text, tokens, config.template, learn.chunk)
-    guided = functools.partial(loss, hand_crafted=hand_crafted, weight=config.weight)
-    return context_training(context, tokens, {"context": "end"}, learn, guided)
+    class_loss = functools.partial(loss, hand_crafted=hand_crafted, weight=config.weight)
+    return context_training(context, tokens, {"context": "end"}, learn, class_loss)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """The class vectors of the learned context; the template is not needed any more."""
+    """Make the classifier of the learned context. The template is used in training only."""
     model, learn = fitted.model, fitted.config.learn
     tokens = class_tokens(model.text.tokenizer, names, learn.length, PROMPT_ALONE)
     weights = class_vectors(model, tokens, fitted.tensors["context"], "end", learn.chunk)

@@ -1,4 +1,4 @@
-"""LASP: templates are classified among the learned class embeddings, and a ViT's LayerNorms are tuned."""
+"""LASP: a prompt regularised by a text-to-text loss on templates; the LayerNorms of a ViT are tuned as well."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from selftpt.objective import prompt_gradient
 from selftpt.prompt import initial_context
 from selftpt.training import Crops, Losses, State, Training, seeded
 
-NORMS_RATE = 0.1
+NORMS_RATE = 0.1  # learning rate of the LayerNorms relative to that of the prompt
 BATCH = 64  # images that the tuned image tower encodes at once
 
-TEMPLATES = (  # of the authors' code, one of them twice as there
+TEMPLATES = (  # as in the authors' code, which has one of them twice
     "a photo of a {}, a type of flower.",
     "a photo of a person doing {}.",
     "a centered satellite photo of {}.",
@@ -69,37 +69,43 @@ TEMPLATES = (  # of the authors' code, one of them twice as there
 
 @dataclass(frozen=True)
 class LaspTrainConfig(TrainConfig):
-    """The authors' recipe for most datasets."""
+    """The authors' settings for most datasets."""
 
     epochs: int = setting(25, "epochs")
     batch: int = setting(32, "images per step")
     lr: float = setting(0.032, "learning rate")
     warmup_epochs: int = setting(3, "epochs at the warm-up learning rate", minimum=0)
-    clip: float = setting(1.0, "largest norm of a gradient", above=0)
+    clip: float = setting(1.0, "maximum joint norm of the gradients", above=0)
 
 
 @dataclass(frozen=True)
 class LaspConfig(Config):
-    """The losses, and whether LayerNorms of the image tower are tuned, which needs pixels."""
+    """The losses, and whether the LayerNorms of the image tower are tuned, which needs pixels."""
 
     learn: LaspTrainConfig = field(default_factory=LaspTrainConfig)
     templates: tuple[str, ...] = setting(TEMPLATES, "hand-crafted templates")
     text: float = setting(5.0, "weight of the text-to-text loss", minimum=0)
     noise: float = setting(
-        0.05, "standard deviation of the noise on hand-crafted embeddings, in half of the steps", minimum=0
+        0.05, "standard deviation of the noise that half of the steps add to hand-crafted embeddings", minimum=0
     )
     layer_norms: bool = setting(True, "tune the LayerNorms of an image tower that is a ViT of open_clip")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.templates:
-            raise SelfTPTError("templates must be one or more sentences with {} for the class name")
+            raise SelfTPTError("templates must have at least one sentence, with {} for the class name")
         for template in self.templates:
             check_template(template)
 
 
 def rate(epoch: int, config: TrainConfig, share: float = 1.0) -> float:
-    """A constant warm-up, then the cosine, not shortened by it; a share of it for the LayerNorms."""
+    """Compute the learning rate: a constant warm-up, then a cosine that the warm-up does not shorten.
+
+    Args:
+        epoch: The epoch, from 0.
+        config: The configuration.
+        share: A factor of the cosine, but not of the warm-up; below 1 for the LayerNorms.
+    """
     assert isinstance(config, LaspTrainConfig)
     if epoch < config.warmup_epochs:
         return config.warmup_lr
@@ -107,29 +113,34 @@ def rate(epoch: int, config: TrainConfig, share: float = 1.0) -> float:
 
 
 def norms_rate(epoch: int, config: TrainConfig) -> float:
-    """The learning rate of the LayerNorms."""
+    """Compute the learning rate of the LayerNorms."""
     return rate(epoch, config, NORMS_RATE)
 
 
 def text_to_text(learned: Tensor, hand_crafted: Tensor, scale: float) -> Tensor:
-    """The cross-entropy of each hand-crafted class embedding among the learned ones, averaged over all.
+    """Compute the cross-entropy of each hand-crafted class embedding among the learned ones, averaged over all.
+
+    Templates are processed one at a time with checkpointing, so that no tensor [T, C, C] is kept.
 
     Args:
         learned: L2-normalised learned embeddings, [C, D].
-        hand_crafted: L2-normalised embeddings of T templates [T, C, D], one at a time so that no [T, C, C] is kept.
+        hand_crafted: L2-normalised embeddings of T templates, [T, C, D].
         scale: 1 / τ.
     """
     classes = torch.arange(len(learned), device=learned.device)
 
-    def one(unit: Tensor, template: Tensor) -> Tensor:
-        return F.cross_entropy(scale * template @ unit.t(), classes)
+    def template_loss(learned: Tensor, template: Tensor) -> Tensor:
+        return F.cross_entropy(scale * template @ learned.t(), classes)
 
-    each = [checkpoint(one, learned, each, use_reentrant=False, preserve_rng_state=False) for each in hand_crafted]
-    return torch.stack(each).mean()
+    losses = [
+        checkpoint(template_loss, learned, template, use_reentrant=False, preserve_rng_state=False)
+        for template in hand_crafted
+    ]
+    return torch.stack(losses).mean()
 
 
 def noisy(hand_crafted: Tensor, std: float, seed: str) -> Tensor:
-    """Hand-crafted embeddings [T, C, D], in half of the cases with Gaussian noise."""
+    """Add Gaussian noise to hand-crafted embeddings [T, C, D] with probability 1/2."""
     generator = seeded(seed)
     if torch.rand((), generator=generator) >= 0.5:
         return hand_crafted
@@ -138,27 +149,33 @@ def noisy(hand_crafted: Tensor, std: float, seed: str) -> Tensor:
 
 
 def clipped(gradients: Sequence[Tensor], most: float) -> list[Tensor]:
-    """Gradients, scaled down together where their norm is above `most`."""
+    """Scale gradients down together if their joint norm is above `most`."""
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     return [gradient * (most / (norm + 1e-6)).clamp(max=1) for gradient in gradients]
 
 
 def tuned_features(model: Model, norms: Mapping[str, Tensor], pixels: Tensor) -> Tensor:
-    """L2-normalised features [B, D] of pixels [B, 3, S, S], uint8, with other LayerNorms.
+    """Encode images with tuned LayerNorms. The model itself does not change.
 
-    `norms` are by the names of `ImageTower.norms`; the model itself stays as it is.
+    Args:
+        model: The frozen model.
+        norms: Tuned parameters, by the names of `ImageTower.norms`.
+        pixels: uint8, [B, 3, S, S].
+
+    Returns:
+        L2-normalised features, [B, D].
     """
-    shown = model.preprocess.normalize(pixels.to(model.device)).to(model.image.dtype)
-    return F.normalize(model.image(shown, norms=norms).to(model.text.embedding.weight.dtype), dim=-1)
+    images = model.preprocess.normalize(pixels.to(model.device)).to(model.image.dtype)
+    return F.normalize(model.image(images, norms=norms).to(model.text.embedding.weight.dtype), dim=-1)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A class list ready for the losses.
+    """A class list, prepared for the losses.
 
     Attributes:
-        encoder: Its encoder.
-        hand_crafted: Its L2-normalised embeddings in T templates, [T, C, D].
+        encoder: The encoder of the class names.
+        hand_crafted: L2-normalised embeddings of the class names in T templates, [T, C, D].
     """
 
     encoder: TextEncoder
@@ -166,7 +183,7 @@ class Task:
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str], config: LaspConfig) -> Task:
-        """A class list, refused if a name is too long."""
+        """Prepare a class list. A class name that is too long for the longest template is an error."""
         learn, text = config.learn, model.text
         longest = max(config.templates, key=lambda template: len(text.tokenizer.encode(template)))
         tokens = class_tokens(text.tokenizer, names, learn.length, ContrastConfig(template=longest))
@@ -186,18 +203,21 @@ def step(
     scale: float,
     text: float,
 ) -> tuple[Losses, list[Tensor]]:
-    """Cross-entropy plus `text` times the text-to-text loss, and the gradients w.r.t. context, bias and LayerNorms.
+    """Compute cross-entropy plus `text` times the text-to-text loss, and the gradients.
 
     Args:
         task: The class list.
-        context: [M, d].
-        bias: Of the class embeddings, [1, D].
-        norms: Parameters of LayerNorms that `images` depends on.
-        images: Gives the L2-normalised features of the images, [B, D].
+        context: The context, [M, d].
+        bias: The bias of the class embeddings, [1, D].
+        norms: The parameters of LayerNorms on which `images` depends.
+        images: Computes the L2-normalised features of the images, [B, D].
         labels: [B].
-        hand_crafted: Embeddings of the templates with the noise of the step, [T, C, D].
+        hand_crafted: Embeddings of the templates, with the noise of the step, [T, C, D].
         scale: 1 / τ.
-        text: The weight.
+        text: The weight of the text-to-text loss.
+
+    Returns:
+        The two losses, and the gradients w.r.t. the context, the bias and each of `norms`.
     """
     losses: dict[str, float] = {}
 
@@ -213,38 +233,38 @@ def step(
 
 
 def train(context: FitContext, config: LaspConfig) -> Training:
-    """The context, the bias and, if pixels are used, the LayerNorms."""
+    """Prepare the training of the context, the bias and, if pixels are used, the LayerNorms."""
     model, learn, device = context.model, config.learn, context.model.device
     task = Task.of(model, context.source.names, config)
-    shown, labels = context.crops(learn) if choose_inputs(config, model) == "pixels" else context.features(learn)
+    inputs, labels = context.crops(learn) if choose_inputs(config, model) == "pixels" else context.features(learn)
     initial = initial_context(model, learn.length, learn.words, torch.Generator().manual_seed(learn.seed))
-    first = [initial.to(device), torch.zeros(1, model.dimension, device=device)]
+    text_parameters = [initial.to(device), torch.zeros(1, model.dimension, device=device)]
     norms: dict[str, Tensor] = {}
-    groups: list[dict[str, Any]] = [{"params": first}]
-    if isinstance(shown, Crops):
+    groups: list[dict[str, Any]] = [{"params": text_parameters}]
+    if isinstance(inputs, Crops):
         norms = {name: tensor.clone().float() for name, tensor in model.image.norms().items()}
         groups.append({"params": list(norms.values()), "rate": norms_rate})
     optimizer = torch.optim.SGD(groups, lr=learn.lr, momentum=learn.momentum, weight_decay=learn.weight_decay)
-    state = State([*first, *norms.values()], optimizer)
+    state = State([*text_parameters, *norms.values()], optimizer)
 
     def gradients(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
         def images() -> Tensor:
-            if isinstance(shown, Tensor):
-                return shown[chosen, epoch % shown.shape[1]].to(device)
-            return tuned_features(model, norms, shown(chosen, epoch))
+            if isinstance(inputs, Tensor):
+                return inputs[chosen, epoch % inputs.shape[1]].to(device)
+            return tuned_features(model, norms, inputs(chosen, epoch))
 
         hand_crafted = noisy(task.hand_crafted, config.noise, f"noise {learn.seed} {epoch} {number}")
         prompt, bias, *tuned = state.parameters
-        losses, found = step(
+        losses, values = step(
             task, prompt, bias, tuned, images, labels[chosen].to(device), hand_crafted, model.scale, config.text
         )
-        return losses, clipped(found, learn.clip)
+        return losses, clipped(values, learn.clip)
 
     return Training(("context", "bias", *norms), state, gradients, len(labels), learn, rate)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str]) -> Classifier:
-    """The class vectors of the learned context and bias."""
+    """Make the classifier of the learned context and bias."""
     model, tensors = fitted.model, fitted.on_device()
     tokens = class_tokens(model.text.tokenizer, names, len(tensors["context"]), PROMPT_ALONE)
     encoder = TextEncoder(model.text, tokens, len(tensors["context"]), ("end",), chunk=fitted.config.learn.chunk)
@@ -254,25 +274,25 @@ def classify(fitted: FittedMethod, names: Sequence[str]) -> Classifier:
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier | Probabilities:
-    """A classifier, after the tuned image tower if LayerNorms were tuned."""
+    """Make a classifier; if LayerNorms were tuned, a function that first encodes pixels with them."""
     classifier, model = classify(fitted, names), fitted.model
     if choose_inputs(fitted.config, model) == "features":
         return classifier
     norms = {name: tensor for name, tensor in fitted.on_device().items() if name not in ("context", "bias")}
     shapes = {name: tensor.shape for name, tensor in model.image.norms().items()}
     if {name: tensor.shape for name, tensor in norms.items()} != shapes:
-        raise SelfTPTError(f"the fitted lasp does not have the LayerNorms of {model.id}: fit it again")
+        raise SelfTPTError(f"the LayerNorms of the fitted lasp do not match those of {model.id}: fit it again")
 
     @torch.no_grad()
     def probabilities(pixels: Tensor) -> Tensor:
-        features = torch.cat([tuned_features(model, norms, some) for some in pixels.flatten(0, 1).split(BATCH)])
+        features = torch.cat([tuned_features(model, norms, batch) for batch in pixels.flatten(0, 1).split(BATCH)])
         return classifier(features.unflatten(0, pixels.shape[:2]))
 
     return probabilities
 
 
 def choose_inputs(config: LaspConfig, model: Model) -> Inputs:
-    """Pixels if LayerNorms are tuned."""
+    """Choose pixels if LayerNorms are tuned, features otherwise."""
     return "pixels" if config.layer_norms and model.image.runs_blocks else "features"
 
 

@@ -65,8 +65,8 @@ FITTED = Schema(
     oldest=2,
 )
 
-Probabilities = Callable[[Tensor], Tensor]  # views [N, V, D] or pixels [N, V, 3, S, S] to probabilities [N, C]
-StreamProbabilities = Callable[[Iterable[Tensor]], Tensor]  # of a transductive method: blocks of views to [N, C]
+Probabilities = Callable[[Tensor], Tensor]  # views [N, V, D] or pixels [N, V, 3, S, S] -> probabilities [N, C]
+StreamProbabilities = Callable[[Iterable[Tensor]], Tensor]  # for a transductive method: blocks of views -> [N, C]
 
 
 TrainFunction = Callable[["FitContext", Any], Training]
@@ -74,16 +74,16 @@ TrainFunction = Callable[["FitContext", Any], Training]
 
 @dataclass
 class FitContext:
-    """What a method is given to learn from.
+    """The model, the training images and the storage that a method is fitted with.
 
     Attributes:
         model: The frozen model.
         train_set: Labelled images or features, for a method that needs labels.
-        folder: Where learned parameters and checkpoints are kept and found again; None keeps them in the cache.
-        cache: Where image features are cached; by default nowhere.
-        initial: Initial values of parameters, by name.
+        folder: The folder of learned parameters and checkpoints; None means the cache.
+        cache: The cache of image features; by default nothing is cached.
+        initial: Initial values of learned parameters, by name.
         on_error: Called for every image that cannot be used.
-        unreadable: After fitting, the number of training images that could not be used.
+        unreadable: The number of training images that could not be used, set by fitting.
     """
 
     model: Model
@@ -96,16 +96,16 @@ class FitContext:
 
     @property
     def source(self) -> Source:
-        """The training images, which a method that needs labels is always given."""
+        """The training images. Only methods that need labels may read this property."""
         assert self.train_set is not None
         return self.train_set
 
     def features(self, config: TrainConfig) -> tuple[Tensor, Tensor]:
-        """Features [N, crops, D] of random crops of the training images, and their labels [N]."""
+        """Compute features [N, crops, D] of random crops of the training images, and return their labels [N]."""
         return source_features(self.model, self._few(config), config, self.cache, self.on_error)
 
     def crops(self, config: TrainConfig) -> tuple[Crops, Tensor]:
-        """A maker of pixels of random crops of the training images, and their labels [N]."""
+        """Return a function that makes the pixels of random crops of the training images, and the labels [N]."""
         return source_crops(self.model, self._few(config), config, self.on_error)
 
     def _few(self, config: TrainConfig) -> Source:
@@ -113,19 +113,22 @@ class FitContext:
 
     @property
     def files(self) -> LearnedFiles:
-        """Where learned parameters are kept."""
+        """The storage of learned parameters."""
         return LearnedFiles(self.folder, self.cache)
 
     def learned(
         self, train: TrainFunction, config: Any, dimensions: Mapping[str, str] | None = None
     ) -> dict[str, Tensor]:
-        """The learned parameters by name: read from an earlier run, or else learned now.
+        """Read the learned parameters of an earlier run, or learn them now.
 
         Args:
             train: Makes the training run.
-            config: All that determines the result besides the training images: a `TrainConfig`, or a configuration
-                whose field `learn` is one.
+            config: All settings that the result depends on: a `TrainConfig`, or a configuration whose field `learn` is
+                one.
             dimensions: The dimensions of the parameters, as in `files.Schema`.
+
+        Returns:
+            The learned parameters, by name.
         """
         learn: TrainConfig = config if isinstance(config, TrainConfig) else config.learn
         schema = Schema(LEARNED.header, dimensions, LEARNED.oldest)
@@ -135,8 +138,8 @@ class FitContext:
             header, tensors = read_tensors(file, "learned", schema)
             self.unreadable = count - header["images"]
             if self.unreadable:
-                text = f"{self.unreadable} images could not be read when {file} was learned"
-                warnings.warn(text, SelfTPTWarning, stacklevel=7)
+                message = f"{self.unreadable} images could not be read when {file} was learned"
+                warnings.warn(message, SelfTPTWarning, stacklevel=7)
             return tensors
 
         def run(file: Path | None, optional: bool) -> dict[str, Tensor]:
@@ -161,7 +164,7 @@ class FitContext:
         return self.files.read_or_learn(self.learned_name(train, config), read, run)
 
     def learned_name(self, train: TrainFunction, config: Any) -> str:
-        """The file name of the parameters that `learned` keeps: a digest of all that determines them."""
+        """Return the file name of the parameters that `learned` stores. It has a digest of all that they depend on."""
         source = self.source
         images = [fingerprint(i) if isinstance(i, str | os.PathLike) else content_digest(i) for i in source.images]
         features = None if source.features is None else content_digest(source.features)
@@ -171,29 +174,29 @@ class FitContext:
         own = train.__module__, train.__qualname__, type(config).__name__, dataclasses.asdict(config)
         code = code_digest()
         if not train.__module__.startswith("selftpt."):
-            with contextlib.suppress(OSError):  # no source: it was typed in
+            with contextlib.suppress(OSError):  # typed in interactively: there is no source code
                 code += inspect.getsource(train)
         name = train.__module__.rpartition(".")[2].replace("_", "-")
         return f"{name}-{digest(code, own, model, data, initial)}.safetensors"
 
 
 def own_config(_context: FitContext, config: Any) -> Any:
-    """For a method whose whole configuration determines what is learned."""
+    """Return the whole configuration: the default of `Method.train_config`."""
     return config
 
 
 def no_data(_config: Any) -> dict[str, Any]:
-    """For a method that has no data of its own."""
+    """Return no data: the default of `Method.data`."""
     return {}
 
 
 def image_alone(_config: Any) -> list[ViewSpec]:
-    """For a method that uses one view: the image itself."""
+    """Return one view, the image itself: the default of `Method.views`."""
     return [ViewSpec()]
 
 
 def nothing_more(_config: Any) -> str:
-    """For a method whose only cost per image is encoding the views."""
+    """Return no further cost: the default of `Method.more_cost`."""
     return ""
 
 
@@ -207,30 +210,31 @@ def always(_config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """A method. What it is called and who published it is in its row of the table, `METHODS.info`.
+    """A method: its configuration and its functions. Summary and reference are in its row of `METHODS.info`.
 
-    Every function is a module-level function, so that a method can be pickled.
+    All functions must be module-level functions, so that a method can be pickled.
 
     Attributes:
-        name: As on the command line.
-        config: Its frozen configuration, with the defaults of its authors. A method that needs labels has a
-            `TrainConfig` there, called `learn`.
-        predictor: The fitted method, class names [C] and the dataset's template to a `Classifier`, or to a function
-            from views to probabilities.
-        train: For a method that needs labels: the context and `train_config` to its training run.
-        train_config: The part of the configuration that determines what is learned.
-        data: JSON values that the predictions depend on, such as descriptions read from files; it refuses a
-            configuration that lacks something, before anything is learned.
-        views: Which views of an image it uses.
-        inputs: What it gets for an image: features of the image, features of several views, or pixels.
-        choose_inputs: For a method whose inputs depend on its configuration and the model.
-        tensors: The dimensions of its learned tensors, as in `files.Schema`; `M` is the length of a context, `d` the
+        name: The name on the command line.
+        config: The frozen configuration, with the authors' defaults. A method that needs labels has a field `learn`,
+            which is a `TrainConfig`.
+        predictor: Takes the fitted method, the class names [C] and the dataset's template. Returns a `Classifier`, or a
+            function from views to probabilities.
+        train: Takes the context and the result of `train_config`, and returns a training run. None for a method that
+            needs no labels.
+        train_config: Returns the part of the configuration that the learned parameters depend on.
+        data: Returns JSON values that the predictions depend on, such as descriptors read from files. It is called
+            before training, and raises an error if the configuration lacks something.
+        views: Returns the views of an image that the method uses.
+        inputs: The input for each image: features of the image, features of several views, or pixels.
+        choose_inputs: Replaces `inputs` for a method whose inputs depend on its configuration and the model.
+        tensors: The dimensions of the learned tensors, as in `files.Schema`. `M` is the length of a context, `d` the
             width of the text tower, `D` the dimension of the features.
-        transductive: Whether it adapts to all test images at once.
-        requires: The kind of image tower it needs.
-        uses_seed: Whether its predictions depend on the field `seed` of its configuration.
-        uses_protocol_epochs: Whether it is trained for as many epochs as Self-TPT in the paper's protocols.
-        more_cost: What it computes for each image besides encoding the views, in words.
+        transductive: Whether the method adapts to all test images at once.
+        requires: The kind of image tower that the method needs.
+        uses_seed: Whether the predictions depend on the field `seed` of the configuration.
+        uses_protocol_epochs: Whether the method is trained for as many epochs as Self-TPT in the paper's protocols.
+        more_cost: Returns the computation for each image besides encoding the views, in words.
     """
 
     name: str
@@ -251,21 +255,26 @@ class Method:
 
     @property
     def needs_labels(self) -> bool:
-        """Whether it learns from labelled images."""
+        """Whether the method learns from labelled images."""
         return self.train is not None
 
     @property
     def stochastic(self) -> bool:
-        """Whether its result depends on a seed."""
+        """Whether the result depends on a seed."""
         return self.needs_labels or self.uses_seed
 
     def cost(self, config: Any) -> str:
-        """The computation for each image, in words."""
+        """Describe the computation for each image, in words."""
         views = sum(spec.views for spec in self.views(config))
         return ", ".join(filter(None, (f"{views} view{'s' if views > 1 else ''}", self.more_cost(config))))
 
     def seeded(self, seed: int | None, **learn: Any) -> Any:
-        """Its configuration with a seed, and with other values of `learn`."""
+        """Return the default configuration with another seed.
+
+        Args:
+            seed: The seed; ignored if the method uses none.
+            learn: Other values for fields of `learn`, for a method that needs labels.
+        """
         if self.needs_labels:
             changed = dataclasses.replace(self.config.learn, seed=seed, **learn)
             return dataclasses.replace(self.config, learn=changed)
@@ -273,26 +282,38 @@ class Method:
 
     @with_gradients
     def training(self, context: FitContext, config: Any = None) -> Training:
-        """The training run of a method that needs labels, not yet started: for single steps from outside."""
+        """Make the training run of a method that needs labels, for example to run single steps. It is not started.
+
+        Args:
+            context: The model and the training images.
+            config: The configuration; by default that of the method.
+
+        Raises:
+            SelfTPTError: The method does not learn from labelled images.
+        """
         if self.train is None:
-            raise SelfTPTError(f"{self.name} learns from no images: it has no training run")
+            raise SelfTPTError(f"{self.name} does not learn from labelled images and has no training run: use fit")
         run = self.train(context, self.train_config(context, self.config if config is None else config))
         run.start_from(context.initial)
         return run
 
     @with_gradients
     def fit(self, context: FitContext, config: Any = None) -> FittedMethod:
-        """Fit the method to labelled images, or prepare it if it needs none.
+        """Fit the method to labelled images. A method that needs no labels is only prepared.
+
+        Args:
+            context: The model and, for a method that needs labels, the training images.
+            config: The configuration; by default that of the method.
 
         Raises:
-            SelfTPTError: The context lacks what the method needs.
+            SelfTPTError: The context or the configuration lacks something that the method needs.
         """
         config = self.config if config is None else config
         if self.needs_labels and context.train_set is None:
-            raise SelfTPTError(f"{self.name} learns from labelled images: give it a source")
+            raise SelfTPTError(f"{self.name} learns from labelled images: pass a source")
         if self.requires == "transformer image tower" and not context.model.image.runs_blocks:
             raise SelfTPTError(
-                f"{self.name} needs a model whose image tower is a ViT of open_clip, not {context.model.id}"
+                f"{self.name} needs an open_clip ViT as image tower, which {context.model.id} is not: use another model"
             )
         data, tensors = dict(self.data(config)), dict[str, Tensor]()
         if self.train is not None:
@@ -304,15 +325,15 @@ class Method:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FittedMethod:
-    """A fitted method, which saves, loads and pickles without the model.
+    """A fitted method. It can be saved, loaded and pickled; the model is not included.
 
     Attributes:
         method: The method.
-        config: Its configuration.
-        model_id: The model it was fitted with.
+        config: The configuration.
+        model_id: The identity of the model that the method was fitted with.
         tensors: Learned parameters by name, on the CPU.
-        data: JSON values.
-        files: Where parameters that are learned for a class list are kept.
+        data: The JSON values of `Method.data` and, if the method needs labels, the training classes.
+        files: The storage of parameters that are learned for a class list.
     """
 
     method: Method
@@ -331,7 +352,7 @@ class FittedMethod:
 
     @property
     def model(self) -> Model:
-        """The model; loaded when it is first needed."""
+        """The model. It is loaded when it is first needed."""
         if self._model is None:
             model = load_recorded_model(self.model_id, f"the fitted method {self.method.name}")
             object.__setattr__(self, "_model", self.with_model(model)._model)
@@ -340,12 +361,16 @@ class FittedMethod:
 
     @property
     def inputs(self) -> Inputs:
-        """The kind of input that it gets for an image."""
+        """The kind of input that the method uses for each image."""
         choose = self.method.choose_inputs
         return self.method.inputs if choose is None else choose(self.config, self.model)
 
     def with_model(self, model: Model) -> FittedMethod:
-        """The fitted method with its model, for one that was unpickled or loaded elsewhere."""
+        """Return a copy that uses a model that is already loaded, for example after unpickling.
+
+        Raises:
+            SelfTPTError: The method was fitted with another model, or its tensors do not match the model.
+        """
         self.model_id.check(model, f"the fitted method {self.method.name}")
         sizes = {"d": model.text.width, "D": model.dimension}
         if self.method.needs_labels:
@@ -357,8 +382,8 @@ class FittedMethod:
             for letter, size in zip(dimensions.removeprefix("I64 ").split(), shape, strict=True):
                 if sizes.get(letter, size) != size:
                     raise SelfTPTError(
-                        f"the fitted {self.method.name} does not fit {model.id}: {name} has shape {list(shape)}, "
-                        f"where {letter} must be {sizes[letter]}"
+                        f"the fitted {self.method.name} does not match {model.id}: {name} has shape {list(shape)}, "
+                        f"but {letter} must be {sizes[letter]}"
                     )
         return dataclasses.replace(self, _model=model)
 
@@ -368,17 +393,17 @@ class FittedMethod:
 
         Args:
             names: Class names, [C].
-            template: The template of the dataset, with {} for the class name.
+            template: The template of the dataset, with {} for the class name. Most methods with a prompt ignore it.
         """
         names = check_names(names)
         return Predictor(self, names, self.method.predictor(self, names, template))
 
     def on_device(self) -> dict[str, Tensor]:
-        """The learned parameters on the model's device."""
+        """Return the learned parameters on the model's device."""
         return {name: tensor.to(self.model.device) for name, tensor in self.tensors.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted method to a file; the model itself is not in it."""
+        """Write the fitted method to a safetensors file. The file does not include the model."""
         header = {
             "model": dataclasses.asdict(self.model_id),
             "random_init": self.model_id.random_init,
@@ -397,13 +422,16 @@ class FittedMethod:
 
         Args:
             path: The file.
-            model: Its model; by default the one that the file names is loaded when it is first needed.
-            changes: Settings to change, such as "generated": "folder". Settings that name files, folders or
-                repositories are not taken from the file.
+            model: The model. By default, the model that the file names is loaded when it is first needed.
+            changes: Settings to change, such as `{"generated": "folder"}`. Settings that name files, folders or
+                repositories are never taken from the file.
+
+        Raises:
+            SelfTPTError: The file is not a valid fitted method, or does not match the model.
         """
         header, tensors = read_tensors(Path(path), "fitted-method", FITTED)
         if header["method"] not in METHODS:
-            raise SelfTPTError(f"{path} holds a method that this selftpt does not have: {header['method'][:60]!r}")
+            raise SelfTPTError(f"{path} contains an unknown method, {header['method'][:60]!r}: update selftpt")
         method = METHODS[header["method"]]
         try:
             Schema(FITTED.header, method.tensors).check(header)
@@ -425,7 +453,7 @@ class Predictor:
     Attributes:
         fitted: The fitted method.
         names: Class names, [C].
-        function: A `Classifier`, or the method's own function from views to probabilities.
+        function: A `Classifier`, or another function from views to probabilities.
     """
 
     fitted: FittedMethod
@@ -437,21 +465,21 @@ class Predictor:
 
     @property
     def classifier(self) -> Classifier | None:
-        """The classifier, if the method consists of one."""
+        """The classifier, if the method produces one, else None."""
         return self.function if isinstance(self.function, Classifier) else None
 
     @with_gradients
     def __call__(self, views: Tensor) -> Tensor:
-        """Probabilities [N, C] for features of views [N, V, D] or pixels [N, V, 3, S, S].
+        """Compute probabilities [N, C] from features of views [N, V, D] or pixels [N, V, 3, S, S].
 
-        A transductive method must be given all test images at once.
+        A transductive method needs all test images in one call.
         """
         return self.function([views] if self.fitted.method.transductive else views)  # type: ignore[no-any-return]
 
     def stream(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:
-        """Blocks of images with their probabilities [n, C].
+        """Yield blocks of images with their probabilities [n, C].
 
-        A transductive method reads all blocks before it yields the first; it does not keep their views.
+        A transductive method reads all blocks before it yields the first one. The yielded blocks then have no views.
         """
         if not self.fitted.method.transductive:
             for block in blocks:
@@ -461,14 +489,16 @@ class Predictor:
 
         def views() -> Iterator[Tensor]:
             for block in blocks:
-                seen.append(dataclasses.replace(block, views=block.views.new_empty(0)))  # a slice would keep them
+                seen.append(
+                    dataclasses.replace(block, views=block.views.new_empty(0))
+                )  # a slice would keep the memory of all views
                 yield block.views
 
-        probabilities = self._of_stream(views())
+        probabilities = self._stream_probabilities(views())
         yield from zip(seen, probabilities.split([len(block.indices) for block in seen]), strict=True)
 
     @with_gradients
-    def _of_stream(self, views: Iterator[Tensor]) -> Tensor:
+    def _stream_probabilities(self, views: Iterator[Tensor]) -> Tensor:
         first = next(views, None)
         if first is None:
             return torch.empty(0, len(self.names))
@@ -502,16 +532,16 @@ class Predictor:
         Args:
             images: One image, or several images, folders or patterns, as in `Classifier.predict`.
             top: Number of classes in each prediction.
-            cache: Where image features are cached; by default nowhere.
+            cache: The cache of image features; by default nothing is cached.
             on_error: Called for every image of a list that cannot be used; the image is then left out.
 
         Returns:
-            A `Prediction` for one image; a list of them, in the order of the input, for several.
+            A `Prediction` for a single image, or a list of predictions in the order of the input.
 
         Raises:
-            SelfTPTError: An argument is invalid, or the one image cannot be used.
+            SelfTPTError: An argument is invalid, or a single image cannot be used.
         """
-        return predict_all(self._stream(cache), images, self.names, _above_zero(top), on_error)
+        return predict_all(self._stream(cache), images, self.names, _check_top(top), on_error)
 
     def iter_predict(
         self,
@@ -521,11 +551,11 @@ class Predictor:
         cache: Cache = NO_CACHE,
         on_error: OnError = warn_of,
     ) -> Iterator[Prediction]:
-        """Classify images one after the other; the arguments are those of `predict`, checked at the call.
+        """Classify images lazily. The arguments are those of `predict` and are validated at the call.
 
-        A transductive method yields its first prediction after it has seen all images.
+        A transductive method yields its first prediction after it has read all images.
         """
-        return predict_each(self._stream(cache), as_list(images), self.names, _above_zero(top), on_error)
+        return predict_each(self._stream(cache), as_list(images), self.names, _check_top(top), on_error)
 
     def predict_proba(
         self,
@@ -534,7 +564,7 @@ class Predictor:
         cache: Cache = NO_CACHE,
         on_error: OnError = warn_of,
     ) -> NDArray[np.float32]:
-        """Probabilities [N, C] of all classes, in the order of the input; NaN for an image that cannot be used."""
+        """Return probabilities [N, C] in the order of the input. The row of an image that cannot be used is NaN."""
         return probability_matrix(self._stream(cache), images, len(self.names), on_error)
 
     def _stream(self, cache: Cache) -> Stream:
@@ -547,7 +577,7 @@ class Predictor:
         return stream
 
 
-def _above_zero(top: int) -> int:
+def _check_top(top: int) -> int:
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise SelfTPTError(f"top must be an integer above 0, not {top}")
     return top

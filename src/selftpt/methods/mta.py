@@ -1,4 +1,4 @@
-"""MTA: the mode of an image's views, by a mean shift that weights each view by how well it fits in."""
+"""MTA: classifies the mode of the views, found by a mean shift that weights each view by an inlierness score."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ from selftpt.config import Config, setting
 from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.methods.method import FittedMethod, Method, Probabilities
 
-ROUNDS = 5  # of the whole, and of each of its two steps
-NEIGHBOURS = 0.3  # of the other views, those that a view's bandwidth is measured by
-NARROWEST = 1e-6  # squared bandwidth: views that are all the same have none
+ROUNDS = 5  # outer rounds, and updates of the scores and of the mode in each of them
+NEIGHBOURS = 0.3  # share of the other views that determines the bandwidth of a view
+NARROWEST = 1e-6  # minimum of the squared bandwidth, which is 0 if all views are identical
 
 
 @dataclass(frozen=True)
 class MtaConfig(Config):
-    """The mean shift."""
+    """Settings of the mean shift."""
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
-    affinity: float = setting(4.0, "weight of views with similar predictions, λ", minimum=0)
-    spread: float = setting(0.2, "weight of the scores' entropy, λ_y: the larger, the more equal they are", above=0)
+    affinity: float = setting(4.0, "weight of the similarity of the views' predictions, λ", minimum=0)
+    spread: float = setting(0.2, "weight of the entropy of the scores, λ_y; larger makes them more equal", above=0)
 
 
 def squared_bandwidth(features: Tensor) -> Tensor:
-    """h² of each view: half the mean squared distance to its nearest other views. [N, V, D] to [N, V]."""
+    """Compute h² of each view: half the mean squared distance to its nearest neighbours.
+
+    Args:
+        features: L2-normalised features of views, [N, V, D].
+
+    Returns:
+        Squared bandwidths, [N, V].
+    """
     squares = (2 - 2 * features @ features.mT).clamp(min=0)
     count = max(1, int(NEIGHBOURS * (features.shape[-2] - 1)))
     nearest = squares.sort(-1).values[..., 1 : count + 1]
@@ -37,28 +44,38 @@ def squared_bandwidth(features: Tensor) -> Tensor:
 
 
 def mode(features: Tensor, probabilities: Tensor, affinity: float, spread: float) -> Tensor:
-    """The mode [N, D] of L2-normalised features of views [N, V, D]. It starts at the image itself, the first view.
+    """Find the mode of the features of each image's views.
 
-    Two steps take turns. The scores of the views, how well they fit in, by a fixed point:
-    y_p = softmax((K(f_p - m) + λ Σ_q w_pq y_q) / λ_y), where w_pq = s_p · s_q is how alike two views predict.
-    And the mode by mean shift: m = Σ y_p K(f_p - m) f_p, L2-normalised.
-    K is a Gaussian kernel with each view's own bandwidth.
+    Two updates alternate. K is a Gaussian kernel with the bandwidth of each view.
+
+    - Scores: y = softmax_p((K(f_p - m) + λ Σ_q w_pq y_q) / λ_y), where w_pq = s_p · s_q is the dot product of the
+      class probabilities of two views.
+    - Mode, by mean shift: m = Σ_p y_p K(f_p - m) f_p, L2-normalised. It starts at the image itself.
+
+    Args:
+        features: L2-normalised features f of views, [N, V, D]; the first view is the image itself.
+        probabilities: Class probabilities s of the views, [N, V, C].
+        affinity: λ.
+        spread: λ_y.
+
+    Returns:
+        Modes, [N, D].
     """
     if features.shape[-2] == 1:
         return features[:, 0]
-    wide = squared_bandwidth(features)
-    alike = probabilities @ probabilities.mT
-    scores = torch.full_like(wide, 1 / wide.shape[-1])
+    bandwidth = squared_bandwidth(features)
+    similarity = probabilities @ probabilities.mT
+    scores = torch.full_like(bandwidth, 1 / bandwidth.shape[-1])
     m = features[:, 0]
 
     def log_kernel(m: Tensor) -> Tensor:
-        return -(2 - 2 * (features @ m[..., None])[..., 0]).clamp(min=0) / (2 * wide)
+        return -(2 - 2 * (features @ m[..., None])[..., 0]).clamp(min=0) / (2 * bandwidth)
 
     for _ in range(ROUNDS):
         density = log_kernel(m).exp()
         for _ in range(ROUNDS):
-            agreed = (alike @ scores[..., None])[..., 0]
-            scores = ((density + affinity * agreed) / spread).softmax(-1)
+            agreement = (similarity @ scores[..., None])[..., 0]
+            scores = ((density + affinity * agreement) / spread).softmax(-1)
         for _ in range(ROUNDS):
             weights = (log_kernel(m) + scores.log()).softmax(-1)
             m = F.normalize((weights[:, None] @ features)[:, 0], dim=-1)
@@ -66,7 +83,7 @@ def mode(features: Tensor, probabilities: Tensor, affinity: float, spread: float
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> Probabilities:
-    """Zero-shot class vectors, compared with the mode."""
+    """Make a function that classifies the mode of the views with zero-shot class vectors."""
     classifier, config = zero_shot(fitted.model, names, template), fitted.config
 
     def probabilities(views: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""ProDA: many prompts, and the Gaussian that their class embeddings make."""
+"""ProDA: many prompts, whose class embeddings are treated as samples of a Gaussian."""
 
 from __future__ import annotations
 
@@ -25,61 +25,76 @@ from selftpt.training import Losses, State, Training, batches
 
 @dataclass(frozen=True)
 class ProdaConfig(Config):
-    """Which values are not the authors' own is said in the documentation."""
+    """ProDA's settings. docs/methods.md lists those that are not confirmed by the authors' code."""
 
     learn: TrainConfig = field(default_factory=lambda: TrainConfig(length=16, words="", epochs=100, batch=20, lr=0.002))
-    prompts: int = setting(32, "prompts whose distribution is learned", minimum=2)
-    prompts_per_step: int = setting(4, "prompts per step", above=0)
+    prompts: int = setting(32, "number of prompts", minimum=2)
+    prompts_per_step: int = setting(4, "prompts used in each step", above=0)
     orthogonality: float = setting(0.1, "weight of the loss that keeps prompts apart", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.prompts % self.prompts_per_step:
-            raise SelfTPTError(f"prompts_per_step must divide the {self.prompts} prompts, not {self.prompts_per_step}")
+            raise SelfTPTError(
+                f"prompts_per_step must be a divisor of prompts, {self.prompts}, but is {self.prompts_per_step}"
+            )
 
 
 def places(prompts: int) -> list[View]:
-    """Where each prompt has the class name: half of them at the end, a quarter in the middle, a quarter in front."""
+    """Return the view of each prompt: the class name is at the end in half of them, else in the middle or in front."""
     quarter = prompts // 4
     counts: dict[View, int] = {"end": prompts - 2 * quarter, "middle": quarter, "front": quarter}
     return [view for view, count in counts.items() for _ in range(count)]
 
 
 def bound(batch: Batch, features: Tensor) -> Tensor:
-    """The surrogate loss: an upper bound of the expected cross-entropy under a Gaussian of the class embeddings.
+    """Compute an upper bound of the expected cross-entropy under a Gaussian of the class embeddings.
 
-    The Gaussian has the mean of the prompts' unit embeddings, and of their covariance the same coordinate of any two
-    classes. E log Σ_c exp(s z·(w_c - w_y)) <= log Σ_c exp(s z·(μ_c - μ_y) + s²/2 Var[z·(w_c - w_y)]), which is
-    cross-entropy with a variance added to the logits; that of the right class is 0.
-    features: [n, C, D], of n prompts.
+    E log Σ_c exp(s z·(w_c - w_y)) <= log Σ_c exp(s z·(μ_c - μ_y) + s²/2 Var[z·(w_c - w_y)])
+
+    The bound is cross-entropy with a variance added to the logits. The variance of the correct class is 0. The mean of
+    the Gaussian is that of the L2-normalised embeddings w. Of the covariance of two classes only the diagonal is used.
+
+    Args:
+        batch: The images of the step.
+        features: Class features of n prompts, [n, C, D].
     """
-    unit = F.normalize(features, dim=-1)
-    mean = unit.mean(0)
-    off = unit - mean
-    own, squares = off[:, batch.labels], batch.images.square()  # [n, B, D], [B, D]
-    variance = squares @ off.square().sum(0).t() + (squares * own.square().sum(0)).sum(-1, keepdim=True)
-    variance = (variance - 2 * torch.einsum("nbd,ncd->bc", squares * own, off)) / (len(unit) + 1)
+    embeddings = F.normalize(features, dim=-1)
+    mean = embeddings.mean(0)
+    centered = embeddings - mean
+    label, squares = centered[:, batch.labels], batch.images.square()  # [n, B, D], [B, D]
+    variance = squares @ centered.square().sum(0).t() + (squares * label.square().sum(0)).sum(-1, keepdim=True)
+    variance = (variance - 2 * torch.einsum("nbd,ncd->bc", squares * label, centered)) / (len(embeddings) + 1)
     logits = batch.scale * batch.images @ mean.t() + batch.scale**2 / 2 * variance
     return F.cross_entropy(logits, batch.labels)
 
 
 def likeness(own: Tensor) -> Tensor:
-    """The orthogonality loss: the mean size of the cosine of two prompts, of their embeddings without a name [K, D]."""
-    unit = F.normalize(own, dim=-1)
-    cosines = unit @ unit.t()
-    return cosines[~torch.eye(len(unit), dtype=torch.bool, device=unit.device)].abs().mean()
+    """Compute the orthogonality loss: the mean absolute cosine over all pairs of prompts.
+
+    Args:
+        own: Embeddings of the prompts without a class name, [K, D].
+    """
+    embeddings = F.normalize(own, dim=-1)
+    cosines = embeddings @ embeddings.t()
+    return cosines[~torch.eye(len(embeddings), dtype=torch.bool, device=embeddings.device)].abs().mean()
 
 
 @dataclass(frozen=True)
 class Task:
-    """A class list ready for the losses: encoders by where the name is, and one of prompts without a name."""
+    """A class list, prepared for the losses.
+
+    Attributes:
+        encoders: An encoder of the class names for each view.
+        alone: An encoder of prompts without a class name.
+    """
 
     encoders: Mapping[View, TextEncoder]
     alone: TextEncoder
 
     @classmethod
     def of(cls, model: Model, tokens: ClassTokens, length: int, chunk: int | None) -> Task:
-        """A class list with prompts of `length` vectors."""
+        """Prepare a class list for prompts of `length` vectors."""
         nameless = ClassTokens(("",), ((),), torch.zeros(1, dtype=torch.long))
         return cls(
             {view: TextEncoder(model.text, tokens, length, (view,), chunk=chunk) for view in VIEWS},
@@ -87,8 +102,8 @@ class Task:
         )
 
     def nameless(self, contexts: Tensor) -> Tensor:
-        """The embeddings [K, D] of contexts [K, M, d] without a name."""
-        if self.alone.tower.supports_packed:  # all in one forward pass, which is many times faster
+        """Compute the embeddings [K, D] of contexts [K, M, d] without a class name."""
+        if self.alone.tower.supports_packed:  # one forward pass for all contexts is many times faster
             return torch.vmap(lambda context: self.alone(context)[0, 0])(contexts)
         return torch.cat([self.alone(context)[0] for context in contexts])
 
@@ -96,50 +111,60 @@ class Task:
 def step(
     task: Task, contexts: Tensor, chosen: Sequence[int], batch: Batch, orthogonality: float
 ) -> tuple[Losses, Tensor]:
-    """The losses of a step that takes the `chosen` of all prompts, and their gradient [K, M, d] by all contexts.
+    """Compute the losses of one step and their gradient.
 
-    A long class list is walked in chunks, one prompt after the other.
+    A long class list is encoded in chunks, one prompt after the other.
+
+    Args:
+        task: The class list.
+        contexts: The contexts of all prompts, [K, M, d].
+        chosen: The indices of the prompts that the step uses.
+        batch: The images of the step.
+        orthogonality: The weight of the orthogonality loss.
+
+    Returns:
+        The losses, and the gradient [K, M, d] w.r.t. all contexts.
     """
-    where = places(len(contexts))
-    encoders = [task.encoders[where[k]] for k in chosen]
-    whole = encoders[0].unchunked
+    views = places(len(contexts))
+    encoders = [task.encoders[views[k]] for k in chosen]
+    unchunked = encoders[0].unchunked
     p = contexts.detach().requires_grad_()
-    with torch.set_grad_enabled(whole):
+    with torch.set_grad_enabled(unchunked):
         features = torch.stack([encoder(p[k])[0] for encoder, k in zip(encoders, chosen, strict=True)])
-    if not whole:
+    if not unchunked:
         features.requires_grad_()
     ce = bound(batch, features)
-    if whole:
+    if unchunked:
         (gradient,) = torch.autograd.grad(ce, p)
     else:
-        (by_features,) = torch.autograd.grad(ce, features)
+        (feature_gradients,) = torch.autograd.grad(ce, features)
         gradient = torch.zeros_like(contexts)
-        for encoder, k, u in zip(encoders, chosen, by_features, strict=True):
+        for encoder, k, u in zip(encoders, chosen, feature_gradients, strict=True):
             (gradient[k],) = encoder.vjp(contexts[k], u[None])
     losses = {"bound": ce.item()}
     if orthogonality:
-        alike = likeness(task.nameless(p))
-        gradient += torch.autograd.grad(orthogonality * alike, p)[0]
-        losses["likeness"] = alike.item()
+        cosine = likeness(task.nameless(p))
+        gradient += torch.autograd.grad(orthogonality * cosine, p)[0]
+        losses["likeness"] = cosine.item()
     return losses, gradient
 
 
 def train(context: FitContext, config: ProdaConfig) -> Training:
-    """All contexts [K, M, d]; every step takes some of them, and every prompt has its turn."""
+    """Prepare the training of all contexts [K, M, d]. Each step uses some prompts, and all are used equally often."""
     model, learn, device = context.model, config.learn, context.model.device
     features, labels = context.features(learn)
     tokens = _tokens(model, context.source.names, learn.length)
     chunk = learn.chunk and max(1, learn.chunk // config.prompts_per_step)
     task = Task.of(model, tokens, learn.length, chunk)
     generator = torch.Generator().manual_seed(learn.seed)
-    drawn = [initial_context(model, learn.length, learn.words, generator) for _ in range(config.prompts)]
-    state = State.sgd([torch.stack(drawn).to(device)], learn)
-    steps, turns = len(batches(len(labels), learn, 0)), config.prompts // config.prompts_per_step
+    initial = [initial_context(model, learn.length, learn.words, generator) for _ in range(config.prompts)]
+    state = State.sgd([torch.stack(initial).to(device)], learn)
+    steps_per_epoch, groups = len(batches(len(labels), learn, 0)), config.prompts // config.prompts_per_step
 
     def gradients(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
-        turn, place = divmod(epoch * steps + number, turns)
-        order = random.Random(f"prompts {learn.seed} {turn}").sample(range(config.prompts), config.prompts)
-        prompts = order[place * config.prompts_per_step : (place + 1) * config.prompts_per_step]
+        cycle, group = divmod(epoch * steps_per_epoch + number, groups)
+        order = random.Random(f"prompts {learn.seed} {cycle}").sample(range(config.prompts), config.prompts)
+        prompts = order[group * config.prompts_per_step : (group + 1) * config.prompts_per_step]
         crops = features[chosen, epoch % features.shape[1]]
         batch = Batch(crops.to(device), labels[chosen].to(device), model.scale)
         losses, gradient = step(task, state.parameters[0], prompts, batch, config.orthogonality)
@@ -149,7 +174,10 @@ def train(context: FitContext, config: ProdaConfig) -> Training:
 
 
 def mean_embedding(model: Model, contexts: Tensor, names: Sequence[str], config: ProdaConfig) -> Classifier:
-    """The classifier of the Gaussian's mean [C, D]: the mean of the unit embeddings of all prompts [K, M, d]."""
+    """Make the classifier of the mean of the Gaussian.
+
+    A class vector is the mean of the L2-normalised embeddings over all contexts [K, M, d]. It is not normalised again.
+    """
     tokens = _tokens(model, names, contexts.shape[1])
     task = Task.of(model, tokens, contexts.shape[1], config.learn.chunk)
     total = torch.zeros(len(tokens), model.dimension)
@@ -164,7 +192,7 @@ def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """The mean embedding of all prompts."""
+    """Make the classifier of the mean embedding of all prompts."""
     return mean_embedding(fitted.model, fitted.tensors["contexts"], names, fitted.config)
 
 

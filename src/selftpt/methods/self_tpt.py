@@ -1,4 +1,4 @@
-"""Self-TPT, and Self-TPT-v, which adds 63 augmented views of an image."""
+"""Self-TPT, and Self-TPT-v, which also uses 63 random crops of each image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selftpt.training import Training
 
 @dataclass(frozen=True)
 class SelfTptConfig(Config):
-    """Stages 1 and 2."""
+    """Settings of stages 1 and 2."""
 
     learn: LearnConfig = field(default_factory=LearnConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
@@ -29,11 +29,11 @@ class SelfTptConfig(Config):
 
 @dataclass(frozen=True)
 class SelfTptVConfig(SelfTptConfig):
-    """Stages 1 and 2, and the views of stage 3, which are those of `predict`."""
+    """Settings of stages 1 and 2, and the views of stage 3."""
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
     confidence_ratio: float = setting(
-        1.0, "share of the views that is merged, the most confident ones", above=0, maximum=1
+        1.0, "share of the views that is averaged, the most confident ones", above=0, maximum=1
     )
 
 
@@ -41,30 +41,30 @@ PROMPT_TENSORS = {"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "
 
 
 def learn_config(_context: FitContext, config: Any) -> LearnConfig:
-    """The configuration of stage 1."""
+    """Return the configuration of stage 1."""
     learn: LearnConfig = config.learn
     return learn
 
 
 def train(context: FitContext, config: LearnConfig) -> Training:
-    """Stage 1."""
+    """Prepare stage 1."""
     tokens = class_tokens(context.model.text.tokenizer, context.source.names, config.length, config.contrast)
     return prompt_training(context.model, tokens, *context.features(config), config)
 
 
 def prompt_of(fitted: FittedMethod) -> Prompt:
-    """The prompt that a method learned with `train`."""
+    """Return the prompt of a method that was fitted with `train`."""
     origin = {"stage": "learn", "method": fitted.method.name, "classes": fitted.data["classes"]}
     return Prompt.of(fitted.tensors, fitted.config.learn.contrast, fitted.model_id, origin)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """Stage 2."""
+    """Run stage 2."""
     return adapt(fitted.model, prompt_of(fitted), names, fitted.config.adapt)
 
 
 def classify_views(fitted: FittedMethod, names: Sequence[str], template: str) -> Probabilities:
-    """Stage 2; the most confident views of an image are merged."""
+    """Run stage 2, and make a function that averages over the most confident views of an image."""
     classifier = classify(fitted, names, template)
 
     def probabilities(features: Tensor) -> Tensor:

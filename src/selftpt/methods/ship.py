@@ -1,7 +1,8 @@
-"""CoOp with SHIP: a generator learned on the source makes image features of class names that the source lacks.
+"""SHIP with CoOp: a generator trained on the source makes image features for class names that the source lacks.
 
-A variational autoencoder rebuilds image features through the text tower: what it draws is a bias on prompt vectors,
-and the sentence is that prompt and the class name. CoOp then learns on real and generated features.
+A variational autoencoder reconstructs image features through the text tower. Its generator maps a latent vector to a
+bias of prompt vectors, and the text tower encodes this prompt with the class name. CoOp then learns on real and
+generated features.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name, end_
 from selftpt.prompt import Prompt, initial_context
 from selftpt.training import Losses, State, Training, seeded
 
-Ids = Sequence[Sequence[int]]  # token ids of class names and the full stop after them
+Ids = Sequence[Sequence[int]]  # token ids of class names, each with a full stop
 
 
 @dataclass(frozen=True)
 class GeneratorConfig(TrainConfig):
-    """Learning the autoencoder, with AdamW at a constant learning rate."""
+    """Settings of the autoencoder, which is trained with AdamW at a constant learning rate."""
 
-    words: str = setting("", "words the prompt vectors start from; without any they are drawn")
+    words: str = setting("", "words whose token embeddings initialise the prompt vectors; empty for random vectors")
     epochs: int = setting(50, "epochs")
     batch: int = setting(256, "images per step")
     lr: float = setting(1e-3, "learning rate")
@@ -52,10 +53,10 @@ class GeneratorConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class ShipCoopConfig(Config):
-    """Learning the prompt on real and generated features. What is not here is as for the generator."""
+    """Settings of CoOp on real and generated features. All other settings are those of the generator."""
 
     length: int = setting(4, "number of context vectors, M", above=0)
-    words: str = setting("a photo of a", "words the context starts from")
+    words: str = setting("a photo of a", "words whose token embeddings initialise the context")
     epochs: int = setting(200, "epochs", above=0)
     batch: int = setting(512, "features per step, real and generated", above=0)
     lr: float = setting(0.002, "learning rate", above=0)
@@ -64,21 +65,24 @@ class ShipCoopConfig(Config):
     weight_decay: float = setting(0.0, "weight decay of SGD", minimum=0)
 
     def of(self, learn: GeneratorConfig) -> LearnConfig:
-        """As a configuration of stage 1."""
-        same = {name: getattr(learn, name) for name in ("shots", "crops", "chunk", "seed", "max_megapixels")}
-        return LearnConfig(**dataclasses.asdict(self), **same, cpt=0, gm=0)
+        """Convert to a configuration of stage 1, with the remaining settings of the generator."""
+        shared = {name: getattr(learn, name) for name in ("shots", "crops", "chunk", "seed", "max_megapixels")}
+        return LearnConfig(**dataclasses.asdict(self), **shared, cpt=0, gm=0)
 
 
 @dataclass(frozen=True)
 class ShipConfig(Config):
-    """The generator, and CoOp after it."""
+    """Settings of the generator, and of CoOp after it."""
 
     learn: GeneratorConfig = field(default_factory=GeneratorConfig)
     coop: ShipCoopConfig = field(default_factory=ShipCoopConfig)
 
 
 class Autoencoder(NamedTuple):
-    """The prompt vectors [M, d] and three perceptrons' weights and biases: D to E to D and D; D to G to d."""
+    """The parameters of the autoencoder.
+
+    They are the prompt vectors [M, d], the encoder D -> E -> (D, D) and the generator D -> G -> d.
+    """
 
     context: Tensor
     hidden: Tensor
@@ -93,22 +97,22 @@ class Autoencoder(NamedTuple):
     shift_bias: Tensor
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and the logarithm of the variance of q(z | x) [B, D] of image features [B, D]."""
+        """Compute the mean and the log-variance [B, D] of q(z | x) from image features x [B, D]."""
         x = F.linear(images, self.hidden, self.hidden_bias).relu()
         return F.linear(x, self.mean, self.mean_bias), F.linear(x, self.variance, self.variance_bias)
 
     def prompts(self, z: Tensor) -> Tensor:
-        """Prompts [B, M, d] of z [B, D]: the shared vectors, all shifted by what the generator makes of z."""
+        """Compute prompts [B, M, d] from z [B, D]: the shared vectors plus the bias that the generator computes."""
         x = F.linear(z, self.inner, self.inner_bias).relu()
         return self.context + F.linear(x, self.shift, self.shift_bias)[:, None]
 
     def generate(self, model: Model, z: Tensor, names: Ids) -> Tensor:
-        """Unit features [B, D] of z [B, D], each for its own class name."""
+        """Generate L2-normalised features [B, D] from z [B, D], each for its own class name."""
         return F.normalize(encode_pairs(model.text, self.prompts(z), names), dim=-1)
 
 
 def initial_autoencoder(model: Model, config: GeneratorConfig) -> Autoencoder:
-    """Weights of N(0, 0.02), biases of zero."""
+    """Initialise the autoencoder: weights from N(0, 0.02), biases zero."""
     rng = torch.Generator().manual_seed(config.seed)
     context = initial_context(model, config.length, config.words, rng)
     D, E, G = model.dimension, config.encoder, config.generator
@@ -118,9 +122,15 @@ def initial_autoencoder(model: Model, config: GeneratorConfig) -> Autoencoder:
 
 
 def vae_losses(rebuilt: Tensor, images: Tensor, mean: Tensor, log_variance: Tensor) -> tuple[Tensor, Tensor]:
-    """The two terms of the evidence bound, sums over [B, D]: |x' - x|², and KL(q(z | x), N(0, 1)).
+    """Compute the two terms of the evidence lower bound: |x' - x|² and KL(q(z | x), N(0, 1)).
 
-    The loss is their sum by B.
+    Both are summed over [B, D]. The loss is their sum divided by B.
+
+    Args:
+        rebuilt: Reconstructed features x', [B, D].
+        images: Image features x, [B, D].
+        mean: The mean of q(z | x), [B, D].
+        log_variance: The log-variance of q(z | x), [B, D].
     """
     divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp())
     return (rebuilt - images).square().sum(), divergence.sum()
@@ -129,15 +139,27 @@ def vae_losses(rebuilt: Tensor, images: Tensor, mean: Tensor, log_variance: Tens
 def generator_step(
     model: Model, vae: Autoencoder, images: Tensor, noise: Tensor, names: Ids, chunk: int | None
 ) -> tuple[Losses, list[Tensor]]:
-    """The losses of image features [B, D] with noise [B, D] for z, and the gradient of each tensor, part by part."""
+    """Compute the losses of a batch and their gradients, in chunks.
+
+    Args:
+        model: The frozen model.
+        vae: The autoencoder.
+        images: Image features, [B, D].
+        noise: Samples of N(0, 1) for z, [B, D].
+        names: The class name of each image.
+        chunk: The number of sentences that are encoded at once; None encodes all at once.
+
+    Returns:
+        The losses, and the gradient w.r.t. each tensor of `vae`.
+    """
     parameters = [tensor.detach().requires_grad_() for tensor in vae]
     gradients = [torch.zeros_like(tensor) for tensor in vae]
     count, losses = len(images), {"reconstruction": 0.0, "divergence": 0.0}
     for part in torch.arange(count).split(chunk or count):
-        own, x = Autoencoder(*parameters), images[part]
-        mean, log_variance = own.encode(x)
+        autoencoder, x = Autoencoder(*parameters), images[part]
+        mean, log_variance = autoencoder.encode(x)
         z = mean + (0.5 * log_variance).exp() * noise[part]
-        rebuilt = own.generate(model, z, [names[i] for i in part.tolist()])
+        rebuilt = autoencoder.generate(model, z, [names[i] for i in part.tolist()])
         squares, divergence = vae_losses(rebuilt, x, mean, log_variance)
         for total, gradient in zip(
             gradients, torch.autograd.grad((squares + divergence) / count, parameters), strict=True
@@ -149,7 +171,7 @@ def generator_step(
 
 
 def train(context: FitContext, config: GeneratorConfig) -> Training:
-    """The autoencoder; the training features are kept with it, because CoOp needs them for every class list."""
+    """Prepare the training of the autoencoder. It also stores the features, which CoOp needs for every class list."""
     model = context.model
     features, labels = context.features(config)
     names = end_ids(model.text.tokenizer, _tokens(model, context.source.names, config.length).names)
@@ -160,15 +182,15 @@ def train(context: FitContext, config: GeneratorConfig) -> Training:
     def gradients(chosen: Tensor, epoch: int, number: int) -> tuple[Losses, Sequence[Tensor]]:
         images = features[chosen, epoch % features.shape[1]]
         noise = torch.randn(images.shape, generator=seeded(f"noise {config.seed} {epoch} {number}"))
-        own = [names[label] for label in labels[chosen].tolist()]
-        return generator_step(model, vae, images.to(model.device), noise.to(model.device), own, config.chunk)
+        image_names = [names[label] for label in labels[chosen].tolist()]
+        return generator_step(model, vae, images.to(model.device), noise.to(model.device), image_names, config.chunk)
 
-    kept = {"features": features, "labels": labels}
-    return Training(Autoencoder._fields, State(vae, optimizer), gradients, len(labels), config, rate, kept)
+    stored = {"features": features, "labels": labels}
+    return Training(Autoencoder._fields, State(vae, optimizer), gradients, len(labels), config, rate, stored)
 
 
 def rate(epoch: int, config: TrainConfig) -> float:
-    """One learning rate, and another for the first epoch."""
+    """Compute the learning rate: constant, except in the first epoch."""
     return config.lr if epoch else config.warmup_lr
 
 
@@ -176,13 +198,26 @@ def rate(epoch: int, config: TrainConfig) -> float:
 def generated_features(
     model: Model, vae: Autoencoder, names: Ids, each: int, crops: int, config: GeneratorConfig
 ) -> Tensor:
-    """Unit features [C * each, crops, D] of z ~ N(0, 1), `each` a name, name after name."""
+    """Generate L2-normalised features from z ~ N(0, 1).
+
+    Args:
+        model: The frozen model.
+        vae: The autoencoder.
+        names: The class names, [C].
+        each: The number of images per class name.
+        crops: The number of features per image.
+        config: The configuration.
+
+    Returns:
+        Features [C * each, crops, D], in the order of the class names.
+    """
     count = len(names) * each * crops
-    made, generator = torch.empty(count, model.dimension), seeded(f"generate {config.seed}")
+    features, generator = torch.empty(count, model.dimension), seeded(f"generate {config.seed}")
     for part in torch.arange(count).split(config.chunk or count):
         z = torch.randn(len(part), model.dimension, generator=generator)
-        made[part] = vae.generate(model, z.to(model.device), [names[i // (each * crops)] for i in part.tolist()]).cpu()
-    return made.view(len(names) * each, crops, -1)
+        part_names = [names[i // (each * crops)] for i in part.tolist()]
+        features[part] = vae.generate(model, z.to(model.device), part_names).cpu()
+    return features.view(len(names) * each, crops, -1)
 
 
 def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:
@@ -190,30 +225,30 @@ def _tokens(model: Model, names: Sequence[str], length: int) -> ClassTokens:
 
 
 def learn_prompt(fitted: FittedMethod, new: Sequence[str]) -> Prompt:
-    """CoOp on the training features and on generated features of new class names."""
+    """Learn a prompt with CoOp on the training features and on generated features of new class names."""
     model, config, tensors = fitted.model, fitted.config, fitted.tensors
     coop, known = config.coop.of(config.learn), fitted.data["classes"]
-    everything = _tokens(model, [*known, *new], max(config.learn.length, coop.length))
+    all_tokens = _tokens(model, [*known, *new], max(config.learn.length, coop.length))
     source = Source.from_features(tensors["features"], tensors["labels"].tolist(), known)
     features, labels = tensors["features"], torch.tensor(source.labels)
     if new:
         vae = Autoencoder(*(tensors[name].to(model.device) for name in Autoencoder._fields))
         each = math.ceil(len(labels) / len(new))
-        ids = end_ids(model.text.tokenizer, everything.names[len(known) :])
-        made = generated_features(model, vae, ids, each, features.shape[1], config.learn)
-        features = torch.cat([features, made])
-        labels = torch.cat([labels, torch.arange(len(known), len(everything)).repeat_interleave(each)])
-    learned = [(name, content_digest(tensors[name])) for name in sorted(tensors)]
-    key = digest(code_digest(), fitted.model_id.digest, dataclasses.asdict(config), learned, known, new)
+        ids = end_ids(model.text.tokenizer, all_tokens.names[len(known) :])
+        generated = generated_features(model, vae, ids, each, features.shape[1], config.learn)
+        features = torch.cat([features, generated])
+        labels = torch.cat([labels, torch.arange(len(known), len(all_tokens)).repeat_interleave(each)])
+    digests = [(name, content_digest(tensors[name])) for name in sorted(tensors)]
+    key = digest(code_digest(), fitted.model_id.digest, dataclasses.asdict(config), digests, known, new)
 
     def learn(file: Path | None, optional: bool) -> Prompt:
-        return learn_from_features(model, everything, features, labels, coop, file, optional=optional)
+        return learn_from_features(model, all_tokens, features, labels, coop, file, optional=optional)
 
     return fitted.files.read_or_learn(f"ship-prompt-{key}.safetensors", Prompt.load, learn)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """CoOp on the classes of the source and on those of `names` that the source lacks."""
+    """Learn a prompt on the source and on generated features of new class names, and make its classifier."""
     model, length = fitted.model, fitted.config.learn.length
     known = {clean_name(name).lower() for name in fitted.data["classes"]}
     new = {name.lower(): name for name in _tokens(model, names, length).names if name.lower() not in known}
@@ -221,7 +256,7 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
 
 
 def generator_config(_context: FitContext, config: ShipConfig) -> GeneratorConfig:
-    """The configuration of the generator, which is learned without CoOp's."""
+    """Return the configuration of the generator, which does not depend on CoOp's."""
     return config.learn
 
 

@@ -1,4 +1,4 @@
-"""SwapPrompt: on the unlabelled test images, a prompt learns the predictions of its moving average for another crop."""
+"""SwapPrompt: a prompt tuned on unlabelled test images to predict what its moving average predicts for another crop."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from selftpt.training import Losses, RunFiles, State, Training
 
 @dataclass(frozen=True)
 class SwapPromptConfig(TrainConfig):
-    """Tuning on the test images."""
+    """Settings of the tuning on the test images."""
 
     epochs: int = setting(5, "epochs over the test images")
     shots: int | None = setting(16, "images per class that get a pseudo-label; none labels all")
-    crops: int | None = setting(4, "random crops of each image, an even number, which are used in pairs", above=0)
+    crops: int | None = setting(4, "random crops of each image, used in pairs; an even number", above=0)
     batch: int = setting(32, "images per step")
     swap: float = setting(1.0, "weight of the swapped prediction", minimum=0)
     pseudo: float = setting(1.0, "weight of the cross-entropy with pseudo-labels", minimum=0)
@@ -37,26 +37,41 @@ class SwapPromptConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.swap == self.pseudo == 0:
-            raise SelfTPTError("both losses have weight 0: nothing to learn from")
+            raise SelfTPTError("swap and pseudo are both 0, so there is no loss: set at least one of them above 0")
         if self.crops is None or self.crops % 2:
-            raise SelfTPTError(f"crops must be an even number, because they are used in pairs, not {self.crops}")
+            raise SelfTPTError(f"crops must be an even number, because crops are used in pairs, but is {self.crops}")
 
 
 def pseudo_labels(probabilities: Tensor, shots: int | None) -> Tensor:
-    """For each class the `shots` images most confident of it are labelled, all others are -1: [N, C] to [N]."""
-    sure, best = probabilities.max(-1)
+    """Give pseudo-labels to the most confident images of each predicted class.
+
+    Args:
+        probabilities: Zero-shot probabilities, [N, C].
+        shots: The number of images per class; None means all.
+
+    Returns:
+        Labels [N], -1 for an image without a pseudo-label.
+    """
+    confidence, best = probabilities.max(-1)
     labels = torch.full_like(best, -1)
     for label in best.unique().tolist():
-        own = (best == label).nonzero()[:, 0]
-        surest = sure[own].argsort(descending=True, stable=True)[:shots]
-        labels[own[surest]] = label
+        images = (best == label).nonzero()[:, 0]
+        most_confident = confidence[images].argsort(descending=True, stable=True)[:shots]
+        labels[images[most_confident]] = label
     return labels
 
 
 def swapped_prediction(first: Tensor, second: Tensor, online: Tensor, target: Tensor, scale: float) -> Tensor:
-    """Each crop under the online prompt predicts the classes of the other under the target prompt.
+    """Compute the loss of swapped prediction, averaged over both directions.
 
-    `first` and `second` are L2-normalised features of two crops [B, D], `online` and `target` text features [C, D].
+    The online prompt with one crop predicts the class probabilities of the target prompt with the other crop.
+
+    Args:
+        first: L2-normalised features of one crop, [B, D].
+        second: L2-normalised features of another crop, [B, D].
+        online: Text features of the online prompt, [C, D].
+        target: Text features of the target prompt, [C, D].
+        scale: 1 / τ.
     """
     online, target = F.normalize(online, dim=-1), F.normalize(target, dim=-1)
 
@@ -69,29 +84,36 @@ def swapped_prediction(first: Tensor, second: Tensor, online: Tensor, target: Te
 def objective(
     online: Tensor, target: Tensor, pair: Tensor, labels: Tensor, scale: float, config: SwapPromptConfig
 ) -> Tensor:
-    """The weighted sum of the swapped prediction and, for images with a pseudo-label, of its cross-entropy.
+    """Compute the weighted sum of the swapped prediction and the cross-entropy of images with a pseudo-label.
 
     Args:
         online: Text features of the online prompt, [C, D].
         target: Text features of the target prompt, [C, D].
         pair: L2-normalised features of two crops, [B, 2, D].
-        labels: Pseudo-labels [B], -1 for none.
+        labels: Pseudo-labels [B], -1 for an image without one.
         scale: 1 / τ.
         config: The weights.
     """
     loss = config.swap * swapped_prediction(pair[:, 0], pair[:, 1], online, target, scale)
     known = labels >= 0
     if config.pseudo and known.any():
-        both = labels[known].repeat_interleave(2)
-        loss = loss + config.pseudo * cross_entropy(pair[known].flatten(0, 1), online, both, scale)
+        crop_labels = labels[known].repeat_interleave(2)
+        loss = loss + config.pseudo * cross_entropy(pair[known].flatten(0, 1), online, crop_labels, scale)
     return loss
 
 
 def tune(model: Model, encoder: TextEncoder, crops: Tensor, labels: Tensor, config: SwapPromptConfig) -> Tensor:
-    """The online prompt [M, d] after all epochs.
+    """Tune the online prompt on all test images.
 
-    `crops` are L2-normalised features [N, pairs, 2, D], of which each epoch takes the next pair; `labels` [N] are -1
-    for none.
+    Args:
+        model: The frozen model.
+        encoder: The encoder of the class names.
+        crops: L2-normalised features of pairs of crops, [N, pairs, 2, D]; each epoch uses the next pair.
+        labels: Pseudo-labels [N], -1 for an image without one.
+        config: The configuration.
+
+    Returns:
+        The online prompt, [M, d].
     """
     generator = torch.Generator().manual_seed(config.seed)
     online = initial_context(model, config.length, config.words, generator).to(model.device)
@@ -113,7 +135,7 @@ def tune(model: Model, encoder: TextEncoder, crops: Tensor, labels: Tensor, conf
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> StreamProbabilities:
-    """Everything is learned from the test images."""
+    """Make a function that tunes a prompt on all test images and classifies them."""
     model, config = fitted.model, fitted.config
     tokens = class_tokens(model.text.tokenizer, names, config.length, ContrastConfig(template=template))
     hand_crafted = F.normalize(encode_template(model.text, tokens, template, config.chunk), dim=-1)
@@ -132,7 +154,7 @@ def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> Stre
 
 
 def views(config: SwapPromptConfig) -> list[ViewSpec]:
-    """The image and the crops."""
+    """Return the image and the crops."""
     assert config.crops is not None
     return image_and_crops(config.crops + 1, max_megapixels=config.max_megapixels)
 

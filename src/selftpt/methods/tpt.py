@@ -1,4 +1,4 @@
-"""TPT: for each image the prompt is tuned so that its confident views agree, and the image is classified with it."""
+"""TPT: for each image, a prompt is tuned to make its confident views agree, and then classifies the image."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from selftpt.progress import Bar
 
 @dataclass(frozen=True)
 class TuneConfig(Config):
-    """Tuning a prompt to one image, with the values of TPT's authors."""
+    """Settings of tuning a prompt for one image. The defaults are those of TPT's authors."""
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
     augmix: bool = setting(False, "whether AugMix is applied to the crops")
     confidence_ratio: float = setting(
-        0.1, "share of the views that is tuned on, the most confident ones", above=0, maximum=1
+        0.1, "share of the views that is used for tuning, the most confident ones", above=0, maximum=1
     )
-    steps: int = setting(1, "steps of AdamW", minimum=0)
+    steps: int = setting(1, "number of AdamW steps", minimum=0)
     lr: float = setting(0.005, "learning rate", above=0)
     weight_decay: float = setting(0.01, "weight decay of AdamW", minimum=0)
     chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)
@@ -40,47 +40,47 @@ class TuneConfig(Config):
 
 @dataclass(frozen=True)
 class TptConfig(TuneConfig):
-    """TPT from the embeddings of words."""
+    """TPT whose initial prompt is the token embeddings of words."""
 
-    words: str = setting("a photo of a", "words the prompt starts from")
+    words: str = setting("a photo of a", "words whose token embeddings initialise the prompt")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.words.strip():
-            raise SelfTPTError("words are what the prompt starts from: give at least one")
+            raise SelfTPTError("words is empty: give at least one word to initialise the prompt")
 
 
 @dataclass(frozen=True)
 class CoopTptConfig(TuneConfig):
-    """TPT from the prompt that `coop` learns."""
+    """TPT whose initial prompt is the one that `coop` learns."""
 
     learn: LearnConfig = field(default_factory=lambda: LearnConfig(cpt=0, gm=0))
 
 
 def most_confident(logits: Tensor, share: float) -> Tensor:
-    """Indices [K] of the share of views with the lowest entropy, at least one, from logits [V, C]."""
+    """Return the indices [K] of the views with the lowest entropy, a share of logits [V, C], at least one."""
     return confident_views(logits.softmax(-1), share)
 
 
 def mean_entropy(logits: Tensor) -> Tensor:
-    """The entropy of the mean of the probabilities that logits [K, C] stand for: TPT's loss."""
+    """Compute TPT's loss: the entropy of the mean of the probabilities of logits [K, C]."""
     logs = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     return -(logs.exp() * logs).sum()
 
 
 class Tuner:
-    """A predictor that tunes a prompt [M, d] to each image, always from the same initial prompt.
+    """A predictor that tunes a prompt [M, d] for each image, always from the same initial prompt.
 
-    The class features of the initial prompt are the same for all images: they are computed once, and their graph is
-    kept, unless the class list is encoded in chunks.
+    The class features of the initial prompt are the same for all images. They are computed once, and their graph is
+    kept unless the class list is encoded in chunks.
 
     Args:
         model: The frozen model.
         names: Class names, [C].
         prompt: The initial prompt, [M, d].
         config: The configuration.
-        select: Initial logits [V, C] to the indices of the views that are tuned on [K].
-        loss: A loss of the logits of those views [K, C] and the L2-normalised class vectors [C, D].
+        select: Takes the initial logits [V, C], and returns the indices [K] of the views that are used for tuning.
+        loss: Takes the logits of these views [K, C] and the L2-normalised class vectors [C, D].
     """
 
     def __init__(
@@ -98,21 +98,30 @@ class Tuner:
         self.prompt = prompt.detach().clone().to(model.text.embedding.weight).requires_grad_(self.encoder.unchunked)
         self.features = self.encoder(self.prompt)
 
-    def __call__(self, shown: Tensor) -> Tensor:
-        """L2-normalised features [N, V, D], first those of the images themselves, to probabilities [N, C]."""
-        answers = []
-        with Bar("tuning", len(shown)) as bar:
-            for views in shown.to(self.prompt):
+    def __call__(self, features: Tensor) -> Tensor:
+        """Tune the prompt for each image and classify the image.
+
+        Args:
+            features: L2-normalised features of views, [N, V, D]; the first view is the image itself.
+
+        Returns:
+            Probabilities, [N, C].
+        """
+        results = []
+        with Bar("tuning", len(features)) as bar:
+            for views in features.to(self.prompt):
                 tuned = self.tune(views)
                 with torch.no_grad():
-                    answers.append(self._logits(views[0], self.encoder(tuned)).softmax(-1))
-                if not answers[-1].isfinite().all():
-                    raise SelfTPTError("the tuned prompt is not finite: lower the learning rate lr")
+                    results.append(self._logits(views[0], self.encoder(tuned)).softmax(-1))
+                if not results[-1].isfinite().all():
+                    raise SelfTPTError(
+                        "the tuned prompt gives probabilities that are not finite: lower the learning rate, lr"
+                    )
                 bar.step()
-        return torch.stack(answers)
+        return torch.stack(results)
 
     def tune(self, views: Tensor) -> Tensor:
-        """The prompt [M, d] tuned to the views [V, D] of an image."""
+        """Tune the prompt [M, d] for the views [V, D] of an image."""
         objective = self.objective(views)
         prompt = self.prompt.detach().clone()
         optimizer = torch.optim.AdamW([prompt], lr=self.config.lr, weight_decay=self.config.weight_decay)
@@ -125,12 +134,12 @@ class Tuner:
         return prompt
 
     def objective(self, views: Tensor) -> Callable[[Tensor], Tensor]:
-        """The loss as a function of class features [1, C, D], for the selected ones of an image's views [V, D]."""
+        """Select views of an image [V, D], and return their loss as a function of class features [1, C, D]."""
         chosen = views[self.select(self._logits(views, self.features.detach()))]
         return lambda features: self.loss(self._logits(chosen, features), F.normalize(features[0], dim=-1))
 
     def first_gradient(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """The gradient [M, d] of a loss of the class features, at the initial prompt."""
+        """Compute the gradient [M, d] of a loss of the class features at the initial prompt."""
         features = self.features.detach().requires_grad_()
         (u,) = torch.autograd.grad(loss(features), features)
         if self.encoder.unchunked:
@@ -142,7 +151,7 @@ class Tuner:
 
 
 def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig) -> Tuner:
-    """A tuner with TPT's selection and loss."""
+    """Make a tuner with TPT's selection of views and TPT's loss."""
     return Tuner(
         model,
         names,
@@ -154,17 +163,17 @@ def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
-    """TPT from the embeddings of words."""
+    """Make a tuner whose initial prompt is the token embeddings of words."""
     return tuner(fitted.model, names, fitted.model.text.embed_words(fitted.config.words), fitted.config)
 
 
 def predictor_from_coop(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
-    """TPT from the prompt of CoOp."""
+    """Make a tuner whose initial prompt is CoOp's."""
     return tuner(fitted.model, names, fitted.tensors["context"], fitted.config)
 
 
 def views(config: TuneConfig) -> list[ViewSpec]:
-    """The image and its crops."""
+    """Return the image and its crops."""
     return image_and_crops(config.views, config.augmix)
 
 

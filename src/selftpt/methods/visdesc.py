@@ -1,6 +1,6 @@
-"""Classification by description: a class is scored by the mean cosine to sentences that name and describe it.
+"""VisDesc: the score of a class is the mean cosine between the image and sentences that describe the class.
 
-Descriptors are the user's: a JSON object, class name to a list of descriptors, or a folder of such files.
+The user provides the descriptors: a JSON file that maps class names to lists of descriptors, or a folder of such files.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from selftpt.models import Model
 from selftpt.models.text import encode_sentences
 from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
 
-SHOWN = 5  # missing names that an error tells
+SHOWN = 5  # maximum number of missing class names in an error message
 
-Descriptors = dict[str, list[str]]  # by the key of a class name
+Descriptors = dict[str, list[str]]  # the descriptors of each class, by `key` of its name
 
 
 @dataclass(frozen=True)
 class VisDescConfig(Config):
-    """Where the descriptors are."""
+    """The location of the descriptors."""
 
-    descriptors: str = setting("", "a JSON file, class name to a list of descriptors, or a folder of them", local=True)
+    descriptors: str = setting(
+        "", "JSON file that maps class names to lists of descriptors, or a folder of such files", local=True
+    )
 
 
 def key(name: str) -> str:
-    """What equal class names have in common: case, `_` and white space do not count."""
+    """Normalise a class name for comparison: case, `_` and repeated white space are ignored."""
     return clean_name(name).lower()
 
 
 def relative_clause(descriptor: str) -> str:
-    """The descriptor as the authors' code puts it after a class name, by the letters that it starts with."""
+    """Turn a descriptor into a relative clause by its first letters, as in the authors' code."""
     if descriptor.startswith(("has", "often", "typically", "may", "can")):
         return f"which {descriptor}"
     return f"which {'is' if descriptor.startswith(('a', 'used')) else 'has'} {descriptor}"
@@ -52,10 +54,16 @@ def relative_clause(descriptor: str) -> str:
 def described(
     fitted: FittedMethod, names: Sequence[str], before: str, tails: Callable[[], Sequence[Sequence[str]]]
 ) -> Classifier:
-    """The classifier of sentences that consist of `before`, a class name and one of its tails.
+    """Make a classifier from sentences that consist of `before`, a class name and a tail.
 
-    Its class vectors are means of L2-normalised sentence features; `tails` gives some for each class [C], after the
-    names are checked.
+    A class vector is the mean of the L2-normalised features of the sentences of a class.
+
+    Args:
+        fitted: The fitted method.
+        names: Class names, [C].
+        before: The text before the class name.
+        tails: Returns the texts after the class name, one or more per class [C]. It is called after the class names
+            have been checked.
     """
     model = fitted.model
     classes = class_tokens(model.text.tokenizer, names, 0, ContrastConfig(template=f"{before}{{}}"))
@@ -66,53 +74,87 @@ def described(
 
 @torch.no_grad()
 def mean_vectors(model: Model, classes: ClassTokens, before: str, tails: Sequence[Sequence[str]]) -> Tensor:
-    """The mean of the L2-normalised features of each class's sentences [C, D]: its product with an image's features is
-    the mean cosine.
+    """Average the L2-normalised features of the sentences of each class.
 
-    A sentence that is too long for the model loses its end.
+    The dot product of such a mean with an image feature is the mean cosine. A sentence that is too long for the model
+    is truncated, with a warning.
+
+    Args:
+        model: The frozen model.
+        classes: The class names, [C].
+        before: The text before the class name.
+        tails: The texts after the class name, one or more per class, [C].
+
+    Returns:
+        Class vectors, [C, D].
     """
     tokenizer = model.text.tokenizer
-    for tail in {tail for some in tails for tail in some}:
+    for tail in {tail for class_tails in tails for tail in class_tails}:
         if tokenizer.special_ids & set(tokenizer.encode(tail)):
-            raise SelfTPTError(f"the descriptor {tail!r} contains a mark that the tokenizer keeps for itself")
+            raise SelfTPTError(f"the descriptor {tail!r} contains a special token of the tokenizer: remove it")
     ids = [
-        tokenizer.encode(before + name + tail) for name, some in zip(classes.names, tails, strict=True) for tail in some
+        tokenizer.encode(before + name + tail)
+        for name, class_tails in zip(classes.names, tails, strict=True)
+        for tail in class_tails
     ]
     if long := sum(len(sentence) > tokenizer.max_tokens for sentence in ids):
-        text = f"{long} of {len(ids)} sentences lose their end: this model reads {tokenizer.context} tokens"
-        warnings.warn(text, SelfTPTWarning, stacklevel=2)
-    cut = [sentence[: tokenizer.max_tokens] for sentence in ids]
-    features = F.normalize(encode_sentences(model.text, cut, AdaptConfig.chunk), dim=-1)
-    return torch.stack([some.mean(0) for some in features.split([len(some) for some in tails])])
+        message = f"{long} of {len(ids)} sentences are truncated: this model reads {tokenizer.context} tokens"
+        warnings.warn(message, SelfTPTWarning, stacklevel=2)
+    truncated = [sentence[: tokenizer.max_tokens] for sentence in ids]
+    features = F.normalize(encode_sentences(model.text, truncated, AdaptConfig.chunk), dim=-1)
+    counts = [len(class_tails) for class_tails in tails]
+    return torch.stack([class_features.mean(0) for class_features in features.split(counts)])
 
 
 def read_descriptors(path: Path) -> Descriptors:
-    """A file of descriptors."""
+    """Read a file of descriptors.
+
+    Raises:
+        SelfTPTError: The file cannot be read, or is not a valid file of descriptors.
+    """
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SelfTPTError(f"cannot read the descriptors {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise SelfTPTError(f"{path} is not JSON: {error}") from error
-    return {key(name): some for name, some in check_descriptors(found, str(path)).items()}
+        raise SelfTPTError(f"{path} is not a valid JSON file: {error}") from error
+    return {key(name): descriptors for name, descriptors in check_descriptors(found, str(path)).items()}
 
 
 def check_descriptors(value: Any, place: str) -> Descriptors:
-    """Refuse what is not a mapping of class names to lists of descriptors."""
+    """Check that a value maps class names to lists of descriptors, and return it.
+
+    Args:
+        value: The value.
+        place: Its origin, for the error message.
+
+    Raises:
+        SelfTPTError: The value is something else.
+    """
     if not isinstance(value, dict) or not all(
-        isinstance(some, list) and all(isinstance(one, str) for one in some) for some in value.values()
+        isinstance(descriptors, list) and all(isinstance(descriptor, str) for descriptor in descriptors)
+        for descriptors in value.values()
     ):
-        raise SelfTPTError(f"{place} must be a JSON object, class name to a list of descriptors")
+        raise SelfTPTError(f"{place} must be a JSON object that maps each class name to a list of descriptors")
     return value
 
 
 def choose(files: Mapping[str, Descriptors], names: Sequence[str]) -> Descriptors:
-    """The descriptors that have all names; of several, those of the fewest classes, then the first by path."""
+    """Choose the file that has all class names; of several, the one with the fewest classes, then the first by path.
+
+    Args:
+        files: The descriptors of each file, by path.
+        names: Class names, [C].
+
+    Raises:
+        SelfTPTError: No file has all class names.
+    """
     path = min(files, key=lambda path: (len(_missing(files[path], names)), len(files[path]), path))
     if missing := _missing(files[path], names):
-        few = ", ".join(map(repr, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+        listed = ", ".join(map(repr, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
         raise SelfTPTError(
-            f"no file of descriptors has all {len(names)} class names; {path} comes nearest and lacks {few}"
+            f"no file of descriptors has all {len(names)} class names: add those that the closest file, {path}, "
+            f"lacks: {listed}"
         )
     return files[path]
 
@@ -122,24 +164,33 @@ def _missing(descriptors: Descriptors, names: Sequence[str]) -> list[str]:
 
 
 def read_all(config: VisDescConfig) -> dict[str, Descriptors]:
-    """The descriptors of every file, by path."""
+    """Read all files of descriptors.
+
+    Returns:
+        The descriptors of each file, by path.
+
+    Raises:
+        SelfTPTError: No descriptors are configured, or a file is not valid.
+    """
     if not config.descriptors:
         raise SelfTPTError("visdesc needs descriptors: --set descriptors=FILE_OR_FOLDER")
     place = Path(config.descriptors)
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
     if not files:
-        raise SelfTPTError(f"the folder {place} has no .json file of descriptors")
+        raise SelfTPTError(
+            f"the folder {place} contains no .json file of descriptors: set descriptors to another folder or file"
+        )
     return {str(path): read_descriptors(path) for path in files}
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """Sentences of descriptors."""
+    """Make a classifier from sentences with the descriptors of each class."""
 
     def tails() -> list[list[str]]:
         if not fitted.data:
             raise SelfTPTError("the fitted visdesc has no descriptors: fit it again")
         chosen = choose({path: check_descriptors(value, ascii(path)) for path, value in fitted.data.items()}, names)
-        return [[f", {relative_clause(one)}" for one in chosen[key(name)] or [""]] for name in names]
+        return [[f", {relative_clause(descriptor)}" for descriptor in chosen[key(name)] or [""]] for name in names]
 
     return described(fitted, names, "", tails)
 

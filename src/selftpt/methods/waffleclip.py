@@ -1,4 +1,4 @@
-"""WaffleCLIP: the descriptors of visdesc are random words and random characters, the same for every class."""
+"""WaffleCLIP: VisDesc with random words and random characters as descriptors, the same for every class."""
 
 from __future__ import annotations
 
@@ -19,50 +19,56 @@ from selftpt.methods.method import FittedMethod, Method
 from selftpt.methods.visdesc import described, relative_clause
 
 CHARACTERS = string.ascii_letters + string.digits
-SHORTEST = 4  # letters of a word
+SHORTEST = 4  # minimum number of letters of a word
 
 
 @dataclass(frozen=True)
 class WaffleClipConfig(Config):
-    """How much is drawn, and the repetition."""
+    """The number of random descriptors, and the seed."""
 
-    pairs: int = setting(15, "pairs of random words and random characters", above=0)
-    seed: int = setting(1, "seed of words and characters: the repetition", minimum=0, below=INT_LIMIT)
+    pairs: int = setting(15, "number of descriptors of random words, and of random characters", above=0)
+    seed: int = setting(1, "seed of the random words and characters", minimum=0, below=INT_LIMIT)
 
 
 @functools.cache
 def vocabulary() -> list[str]:
-    """The whole words of CLIP's vocabulary, in its order."""
+    """Return the whole words of CLIP's vocabulary, in its order."""
     words = (piece.removesuffix("</w>") for piece in SimpleTokenizer().encoder if piece.endswith("</w>"))
     return [word for word in words if word.isascii() and word.isalpha() and len(word) >= SHORTEST]
 
 
 def draw(names: Sequence[str], pairs: int, seed: int) -> list[str]:
-    """`pairs` times some random words, then groups of random characters: about as many and as long as in the names.
+    """Draw random descriptors whose sizes follow those of the class names, by the rule of the authors' code.
 
-    The names are as they were given, where a name with `_` is one word, as in the authors' code.
+    Args:
+        names: Class names as the user gives them; a name with `_` counts as one word, as in the authors' code.
+        pairs: The number of pairs.
+        seed: The seed.
+
+    Returns:
+        Descriptors [2 * pairs], alternately random words and groups of random characters.
     """
     rng = random.Random(seed)
-    split = [name.split() for name in names]
-    letters = [Fraction(sum(map(len, some)), len(some)) for some in split]
-    words = max(1, round(statistics.mean(Fraction(len(some)) for some in split)))
-    length = max(1, round(statistics.mean(letters)))
-    groups = round(statistics.mean(Fraction(len(some) - 1) for some in split)) + 1
-    longest = math.ceil(statistics.mean(Fraction(max(map(len, some))) for some in split))
+    split_names = [name.split() for name in names]
+    mean_lengths = [Fraction(sum(map(len, parts)), len(parts)) for parts in split_names]
+    words = max(1, round(statistics.mean(Fraction(len(parts)) for parts in split_names)))
+    length = max(1, round(statistics.mean(mean_lengths)))
+    groups = round(statistics.mean(Fraction(len(parts) - 1) for parts in split_names)) + 1
+    longest = math.ceil(statistics.mean(Fraction(max(map(len, parts))) for parts in split_names))
     size = longest // groups + 1
-    drawn = []
+    descriptors = []
     for _ in range(pairs):
-        drawn.append(" ".join(rng.choice(vocabulary())[:length] for _ in range(words)))
-        drawn.append(", ".join("".join(rng.choices(CHARACTERS, k=size)) for _ in range(groups)))
-    return drawn
+        descriptors.append(" ".join(rng.choice(vocabulary())[:length] for _ in range(words)))
+        descriptors.append(", ".join("".join(rng.choices(CHARACTERS, k=size)) for _ in range(groups)))
+    return descriptors
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """Sentences of random descriptors, the same for every class."""
+    """Make a classifier from sentences with random descriptors, the same for every class."""
 
     def tails() -> list[list[str]]:
-        drawn = draw(names, fitted.config.pairs, fitted.config.seed)
-        return [[f", {relative_clause(one)}." for one in drawn]] * len(names)
+        descriptors = draw(names, fitted.config.pairs, fitted.config.seed)
+        return [[f", {relative_clause(descriptor)}." for descriptor in descriptors]] * len(names)
 
     return described(fitted, names, "A photo of a ", tails)
 

@@ -1,4 +1,4 @@
-"""Frozen vision-language models: loading, tokenizer, text tower, image tower."""
+"""Frozen vision-language models: loading, tokenizer, text tower and image tower."""
 
 from __future__ import annotations
 

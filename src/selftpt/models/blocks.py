@@ -166,7 +166,8 @@ class Block:
     def finish(self, x: Tensor, attended: Tensor, norms: Norms | None) -> Tensor:
         """Compute the rest of the block after attention.
 
-        Without an autograd graph it works in place where possible: allocating memory takes as long as the arithmetic.
+        Without an autograd graph it works in place where possible, because allocating memory would take as long as the
+        arithmetic.
 
         Args:
             x: Input rows of the block [T, d], for the residual connection.

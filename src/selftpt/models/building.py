@@ -1,7 +1,7 @@
-"""open_clip's models, weights and tokenizers from its parts.
+"""Builds models and tokenizers and loads weights with lower-level functions of open_clip.
 
-`open_clip.create_model` and `open_clip.get_tokenizer` log through the root logger, which installs a handler on it, and
-draw initial values from the global random state. The parts used here do neither.
+`open_clip.create_model` and `open_clip.get_tokenizer` log with the root logger, which installs a handler on it, and
+draw initial values from the global random state. The functions used here do neither.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selftpt.errors import SelfTPTError
 
-_BUILDING = threading.Lock()  # timm and transformers set variables of their modules while they build a model
+_BUILDING = threading.Lock()  # timm and transformers set global variables while they build a model
 
-# As open_clip chooses among the files of a folder.
+# The checkpoint files of a folder, in the order in which open_clip prefers them.
 _CHECKPOINT_NAMES = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -46,10 +46,13 @@ _CHECKPOINT_NAMES = (
 
 
 class SeededRandomOps(TorchDispatchMode):
-    """Within this context, random operations of the current thread draw from a generator of their own.
+    """Context manager in which random operations of the current thread use their own generator.
 
-    The values are those that follow `torch.manual_seed(seed)`; the global random state is neither read nor changed.
-    Memory that open_clip leaves uninitialised, as for a projection of CoCa's decoder, is zero.
+    The values are those after `torch.manual_seed(seed)`. The global random state is neither read nor changed. Tensors
+    that open_clip leaves uninitialised, such as a projection of CoCa's decoder, are zero.
+
+    Args:
+        seed: The seed of the generator.
     """
 
     def __init__(self, seed: int) -> None:
@@ -69,11 +72,11 @@ class SeededRandomOps(TorchDispatchMode):
 
 
 def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any:
-    """Build open_clip's model of a configuration, with random weights that are the same every time.
+    """Build an open_clip model with random weights, which are the same every time.
 
     Args:
-        config: `model_cfg` of open_clip, which is not changed.
-        preprocess: The parts of `preprocess_cfg` that differ from open_clip's default.
+        config: open_clip's `model_cfg`; it is not changed.
+        preprocess: The entries of `preprocess_cfg` that differ from open_clip's defaults.
     """
     parts = deepcopy(dict(config))
     if "timm_model_name" in parts["vision_cfg"]:
@@ -92,18 +95,23 @@ def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any
 
 
 def build_tokenizer(config: Mapping[str, Any], known_name: str | None, folder: Path | None) -> Any:
-    """Build the tokenizer of a configuration.
+    """Build the tokenizer of an open_clip model.
 
     Args:
-        config: `model_cfg` of open_clip.
-        known_name: open_clip's name of the model, if it has one; some SigLIP models are recognised by it.
-        folder: The folder of a local model, which holds the files of its tokenizer.
+        config: open_clip's `model_cfg`.
+        known_name: open_clip's name of the model, if it has one; it identifies some SigLIP models.
+        folder: The folder of a local model, which contains the files of its tokenizer.
+
+    Raises:
+        SelfTPTError: The configuration requires code from its repository.
     """
     text = config["text_cfg"]
     length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = text.get("tokenizer_kwargs", {})
     if options.get("trust_remote_code"):
-        raise SelfTPTError("the model's configuration asks to run code of its repository, which selftpt never does")
+        raise SelfTPTError(
+            "the model's configuration requires code of its repository, which selftpt never runs: choose another model"
+        )
     lower = (known_name or "").lower()
     with _BUILDING:
         if name := text.get("hf_tokenizer_name"):
@@ -116,7 +124,11 @@ def build_tokenizer(config: Mapping[str, Any], known_name: str | None, folder: P
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The file with the weights in the folder of a model."""
+    """Return the checkpoint file in the folder of a model, chosen as open_clip does.
+
+    Raises:
+        SelfTPTError: The folder has no checkpoint file.
+    """
     found = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".pth"))
     if not found:
         raise SelfTPTError(f"the folder {folder} has no weights: put open_clip_model.safetensors into it")
@@ -126,15 +138,17 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def load_weights(model: Any, file: Path, name: str) -> None:
-    """Load the weights of a checkpoint file into a model of open_clip.
+    """Load the weights of a checkpoint file into an open_clip model.
 
     Args:
         model: The model, whose weights are replaced.
-        file: .safetensors, .npz of big_vision, or what `torch.save` writes; only tensors are unpickled.
-        name: What to call the model in errors.
+        file: A .safetensors file, a .npz file of big_vision, or a file of `torch.save`, of which only tensors are
+            unpickled.
+        name: The name of the model in error messages.
 
     Raises:
-        SelfTPTError: The file is damaged, holds more than tensors, or holds the weights of another architecture.
+        SelfTPTError: The file is damaged, contains objects other than tensors, or contains the weights of another
+            architecture.
     """
     try:
         if file.suffix in (".npz", ".npy"):
@@ -152,7 +166,7 @@ def load_weights(model: Any, file: Path, name: str) -> None:
             raise
         mismatch = _first_mismatch(model.state_dict(), state) or str(error).splitlines()[0]
         raise SelfTPTError(
-            f"{file} does not hold weights of {name}: {mismatch}; name the model that the weights belong to"
+            f"{file} does not contain weights of {name}: {mismatch}; choose the model that the weights belong to"
         ) from error
 
 
@@ -163,7 +177,7 @@ def _read_state(file: Path) -> dict[str, Tensor]:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     state = checkpoint.get("state_dict", checkpoint) if isinstance(checkpoint, dict) else checkpoint
     if not isinstance(state, dict) or not state or not all(isinstance(key, str) for key in state):
-        raise ValueError("it holds no state dict")
+        raise ValueError("it contains no state dict")
     if next(iter(state)).startswith("module"):  # saved by DistributedDataParallel
         state = {key.removeprefix("module."): tensor for key, tensor in state.items()}
     return dict(state)
@@ -173,12 +187,12 @@ def _unreadable(error: Exception) -> str:
     if "TorchScript" in str(error):
         return "it is a TorchScript archive; save its state dict: torch.save(torch.jit.load(FILE).state_dict(), NEW)"
     if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-        return "it holds pickled objects, and only tensors are loaded; save its state dict alone"
-    return f"it is damaged or no checkpoint; fetch it again ({first_line(error)})"
+        return "it contains pickled objects, and only tensors are loaded; save only its state dict"
+    return f"it is damaged or not a checkpoint; download it again ({first_line(error)})"
 
 
 def _as_open_clip(state: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """A state dict of other programs or of earlier versions of open_clip, as this version names its tensors."""
+    """Convert a state dict of another library or an earlier version of open_clip to the names of this version."""
     state = convert_state_dict(model, state)
     if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
         state = convert_to_custom_text_state_dict(state)
@@ -193,7 +207,7 @@ def _as_open_clip(state: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 
 
 def _resize_positions(state: dict[str, Tensor], model: Any) -> None:
-    """Interpolate position embeddings that were trained at another image size or context length."""
+    """Interpolate positional embeddings that were trained at another image size or context length."""
     image = state.get("visual.positional_embedding")
     if image is not None and hasattr(model.visual, "grid_size"):
         rows, columns = model.visual.grid_size
@@ -206,8 +220,8 @@ def _resize_positions(state: dict[str, Tensor], model: Any) -> None:
     key += "positional_embedding"
     wanted = getattr(module, "positional_embedding", None)
     if key in state and wanted is not None and len(state[key]) != len(wanted):
-        line = F.interpolate(state[key].t()[None], len(wanted), mode="linear", align_corners=False)
-        state[key] = line[0].t()
+        resized = F.interpolate(state[key].t()[None], len(wanted), mode="linear", align_corners=False)
+        state[key] = resized[0].t()
 
 
 def _first_mismatch(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
@@ -215,25 +229,25 @@ def _first_mismatch(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor]) -
         if key not in state:
             return f"it has no tensor {key}"
         if state[key].shape != tensor.shape:
-            return f"{key} has the shape {list(state[key].shape)} in place of {list(tensor.shape)}"
+            return f"{key} has the shape {list(state[key].shape)} instead of {list(tensor.shape)}"
     return next((f"the model has no tensor {key}" for key in state if key not in wanted), None)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, shortened."""
+    """Return the first line of an error message, shortened to 200 characters."""
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what caused it, and so on."""
+    """Yield an error, its cause, the cause of the cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of the machine or of a GPU, did not suffice."""
+    """Return whether an error was caused by a lack of memory, on the host or on a GPU."""
     return any(
         isinstance(cause, MemoryError | torch.OutOfMemoryError)
         or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)

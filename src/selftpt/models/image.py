@@ -178,7 +178,7 @@ class ImageTower(nn.Module):
 def fold_batch_norm(visual: Any) -> Any:
     """Fold batch normalisation into the convolutions before it.
 
-    The pairs of convolution and normalisation are found by a forward pass of one random image.
+    A forward pass of one random image finds the convolution before each normalisation.
 
     Args:
         visual: The `visual` module of an open_clip model, which is not changed.
@@ -187,7 +187,7 @@ def fold_batch_norm(visual: Any) -> Any:
         A copy with folded weights; `visual` itself if the copy does not compute the same features.
     """
     precision = next(visual.parameters()).dtype
-    folded = copy.deepcopy(visual).float()  # the copy is checked in fp32, whatever the precision of the tower
+    folded = copy.deepcopy(visual).float()  # the features are compared in fp32, independent of the tower's precision
     parents = {module: (parent, name) for parent in folded.modules() for name, module in parent.named_children()}
     outputs: dict[nn.Module, Tensor] = {}
     pairs: list[tuple[Any, Any]] = []

@@ -1,4 +1,4 @@
-"""A frozen vision-language model by name, from open_clip: two towers, tokenizer, preprocessing, temperature."""
+"""Loads frozen vision-language models of open_clip by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from selftpt.models.building import (
 )
 from selftpt.models.model import PRECISIONS, RANDOM, Model, ModelId, check_device
 
-EMBEDDED = "selftpt-tiny"  # comes with the package: docs/embedded-model.md
+EMBEDDED = "selftpt-tiny"  # included in the package; see docs/embedded-model.md
 EMBEDDED_FILES = Path(__file__).parents[1] / "embedded"
 HUB, FOLDER = "hf-hub:", "local-dir:"
 CONFIG_FILE = "open_clip_config.json"
@@ -39,11 +39,15 @@ CONFIG_FILE = "open_clip_config.json"
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the parts of a model come from: a folder, a repository of the hub, or open_clip's own tables.
+    """Where the configuration and the weights of a model come from.
 
-    known_name: open_clip's name of the architecture, if that is where it comes from.
-    published: open_clip's entry for published weights, with where they are and the preprocessing they need.
-    preprocess: preprocessing for weights that open_clip does not know.
+    Attributes:
+        folder: The folder of a local model.
+        repository: A repository of the Hugging Face hub.
+        known_name: The name of an architecture that open_clip defines.
+        published: open_clip's entry for published weights: their location and preprocessing.
+        checkpoint: A checkpoint file.
+        preprocess: The preprocessing for weights that open_clip does not publish.
     """
 
     folder: Path | None = None
@@ -54,7 +58,7 @@ class _Source:
     preprocess: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Architecture and preprocessing, `model_cfg` and `preprocess_cfg` of open_clip."""
+        """Return the architecture and the preprocessing, open_clip's `model_cfg` and `preprocess_cfg`."""
         if self.known_name:
             quick_gelu = bool(self.published.get("quick_gelu"))
             known = {"quick_gelu": quick_gelu, **open_clip.get_model_config(self.known_name)}
@@ -65,13 +69,13 @@ class _Source:
             assert self.folder is not None
             file = self.folder / CONFIG_FILE
         try:
-            whole = json.loads(file.read_text(encoding="utf-8"))
-            return {"quick_gelu": False, **whole["model_cfg"]}, whole.get("preprocess_cfg", {})
+            config = json.loads(file.read_text(encoding="utf-8"))
+            return {"quick_gelu": False, **config["model_cfg"]}, config.get("preprocess_cfg", {})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SelfTPTError(f"{file} is no configuration of an open_clip model: {first_line(error)}") from error
+            raise SelfTPTError(f"{file} is not the configuration of an open_clip model: {first_line(error)}") from error
 
     def weights(self) -> Path:
-        """The checkpoint file, downloaded if need be."""
+        """Return the checkpoint file; download it if necessary."""
         if self.checkpoint:
             return self.checkpoint
         if self.folder:
@@ -82,12 +86,15 @@ class _Source:
 
 
 def list_models() -> dict[str, list[str]]:
-    """The embedded model, with no weights to choose, and every model of open_clip with the names of its weights."""
+    """Return the names of all models, each with the names of its pretrained weights.
+
+    The embedded model comes first; its list of weights is empty, because there is nothing to choose.
+    """
     return {EMBEDDED: [], **{name: open_clip.list_pretrained_tags_by_model(name) for name in open_clip.list_models()}}
 
 
 def best_device() -> str:
-    """`cuda` or `mps` where there is one, else `cpu`."""
+    """Return `cuda` or `mps` if available, otherwise `cpu`."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
@@ -99,12 +106,16 @@ def load_model(
     """Load a frozen model.
 
     Args:
-        name: A name of open_clip (`selftpt.list_models`), "hf-hub:ORG/REPO", or a folder with open_clip_config.json;
-            by default the small model that comes with selftpt.
-        pretrained: The name of its weights, a checkpoint file, or "random" (for tests and measurements of speed: the
-            predictions mean nothing).
+        name: A model name of open_clip (see `selftpt.list_models`), "hf-hub:ORG/REPO", or a folder with
+            open_clip_config.json; by default the small model that is included in selftpt.
+        pretrained: The name of the weights, a checkpoint file, or "random" for random weights, with which predictions
+            are meaningless (for tests and speed measurements).
         device: cpu, cuda or mps; by default the best one available.
-        precision: Of the image tower: fp32, bf16 or fp16. The text tower, which runs once per class list, stays fp32.
+        precision: Precision of the image tower: fp32, bf16 or fp16. The text tower, which runs once per class list, is
+            always fp32.
+
+    Returns:
+        The model.
 
     Raises:
         SelfTPTError: The model cannot be loaded; the message says why and what to do.
@@ -115,7 +126,7 @@ def load_model(
     check_device(device)
     source = _find(name, pretrained)
     try:
-        # Inference tensors could not be trained with later; a default device must not change the random weights.
+        # Autograd rejects inference tensors, and random weights must not depend on the default device.
         with torch.inference_mode(False), torch.device("cpu"):
             config, preprocess = source.config()
             file = None if pretrained == RANDOM else source.weights()
@@ -135,18 +146,18 @@ def load_model(
 def load_recorded_model(
     model_id: ModelId, what: str, *, device: str | None = None, precision: Precision = "fp32"
 ) -> Model:
-    """Load the model that a file names, if that is safe: the embedded one or weights that open_clip publishes.
+    """Load the model that a file was made with, if it is the embedded one or has weights that open_clip publishes.
 
-    A file from someone else must not decide that a folder of this machine or an arbitrary repository is loaded.
+    Other models are not loaded, because an untrusted file must not choose a local folder or an arbitrary repository.
 
     Args:
         model_id: The model that the file was made with.
-        what: The file, for the error message, such as "the classifier c.safetensors".
+        what: The file in the error message, such as "the classifier c.safetensors".
         device: See `load_model`.
         precision: See `load_model`.
 
     Raises:
-        SelfTPTError: The model must be named by the user, or cannot be loaded.
+        SelfTPTError: The user must name the model explicitly, or it cannot be loaded.
     """
     name, pretrained = model_id.name, model_id.pretrained
     embedded = name == EMBEDDED and pretrained is None
@@ -161,15 +172,15 @@ def load_recorded_model(
 
 
 def _quoted(text: str) -> str:
-    """A text of a file as it is, or escaped if it holds what could disturb a terminal or a shell."""
+    """Return a text from a file, escaped if it contains characters that are special to a terminal or a shell."""
     return text if text.isprintable() and not set(text) & set("'\"\\$`;|&<>") else repr(text)
 
 
 def _find(name: str, pretrained: str | None) -> _Source:
-    """Where a model comes from. Names that open_clip knows have precedence over folders and files of the same name."""
+    """Find a model by name. Names that open_clip knows have precedence over folders and files of the same name."""
     if name == EMBEDDED:
         if pretrained not in (None, RANDOM):
-            raise SelfTPTError(f"{EMBEDDED} has weights of its own: name a model that has the weights {pretrained!r}")
+            raise SelfTPTError(f"{EMBEDDED} has its own weights: choose the model of the weights {pretrained!r}")
         return _Source(folder=EMBEDDED_FILES)
     known = name.replace("/", "-")
     if known in open_clip.list_models():
@@ -178,15 +189,15 @@ def _find(name: str, pretrained: str | None) -> _Source:
         source = _Source(repository=name.removeprefix(HUB))
     else:
         folder = Path(name.removeprefix(FOLDER))
-        if not name or not os.path.isdir(folder):  # also of a name that no path can have
+        if not name or not os.path.isdir(folder):  # unlike Path.is_dir, it returns False for invalid paths
             near = difflib.get_close_matches(known, list_models(), n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}? " if near else ""
             raise SelfTPTError(f"no model is called {name!r}: {hint}`selftpt models` lists them")
         if not (folder / CONFIG_FILE).is_file():
-            raise SelfTPTError(f"the folder {folder} has no {CONFIG_FILE}: it is not a model of open_clip")
+            raise SelfTPTError(f"the folder {folder} has no {CONFIG_FILE}: give the folder of an open_clip model")
         source = _Source(folder=folder)
     if pretrained not in (None, RANDOM):
-        raise SelfTPTError(f"{name} has weights of its own: leave the weights {pretrained!r} out")
+        raise SelfTPTError(f"{name} has its own weights: omit the weights {pretrained!r}")
     return source
 
 
@@ -201,9 +212,9 @@ def _find_known(name: str, known: str, pretrained: str | None) -> _Source:
         choice = f"choose one of {', '.join(tags)}" if tags else "none are published"
         raise SelfTPTError(f"{name} has no weights {pretrained!r}, and there is no such file: {choice}")
     if pretrained != RANDOM and f"{known}-quickgelu" in open_clip.list_models():
-        text = f"if {pretrained} holds weights of OpenAI or others trained with QuickGELU, name {known}-quickgelu"
+        text = f"if {pretrained} contains weights trained with QuickGELU, such as OpenAI's, use {known}-quickgelu"
         warnings.warn(text, SelfTPTWarning, stacklevel=4)
-    # A file does not say its preprocessing: take what all published weights of the model agree on.
+    # A checkpoint does not specify its preprocessing: use what all published weights of the model have in common.
     cfgs = [open_clip.get_pretrained_cfg(known, tag) for tag in tags]
     agreed = {
         key: cfgs[0][key]
@@ -214,7 +225,7 @@ def _find_known(name: str, known: str, pretrained: str | None) -> _Source:
 
 
 def _recorded_names(name: str, pretrained: str | None, source: _Source) -> tuple[str, str | None]:
-    """Name and weights as files record them: paths are absolute."""
+    """Return the names of model and weights as files record them, with absolute paths."""
     if source.folder and name != EMBEDDED and not name.startswith(FOLDER):
         name = os.path.abspath(name)
     if source.checkpoint and pretrained != RANDOM:
@@ -223,26 +234,26 @@ def _recorded_names(name: str, pretrained: str | None, source: _Source) -> tuple
 
 
 def _why(name: str, pretrained: str | None, error: Exception) -> str:
-    """One line on why a model could not be loaded, and what to do."""
+    """Explain in one line why a model could not be loaded, and what to do."""
     what = f"{name} ({pretrained})" if pretrained else name
     chain = list(causes(error))
     if out_of_memory(error):
         return f"there is not enough memory to load {what}: free some, or choose a smaller model or another device"
     if name == EMBEDDED:
-        return f"the model that comes with selftpt cannot be loaded, install selftpt again: {first_line(error)}"
+        return f"the model that is included in selftpt cannot be loaded: install selftpt again ({first_line(error)})"
     if any(isinstance(cause, ImportError) or "pip install" in str(cause) for cause in chain):
         return f"{name} needs a package that is not installed: pip install 'selftpt[hf]' ({first_line(error)})"
     for cause in chain:
         if isinstance(cause, hub.GatedRepoError):
-            return f"{what} is only for users who accepted its terms: accept them on the hub and run `hf auth login`"
+            return f"{what} is gated: its terms must be accepted; accept them on the hub and run `hf auth login`"
         if isinstance(cause, hub.RepositoryNotFoundError | hub.HFValidationError):
             return f"the hub has no repository for {what}, or it is private: check the name, or run `hf auth login`"
         if isinstance(cause, hub.EntryNotFoundError) and not isinstance(cause, hub.LocalEntryNotFoundError):
-            return f"the repository of {what} is not a model of open_clip: {first_line(cause)}"
+            return f"the repository of {what} is not a model of open_clip: choose another ({first_line(cause)})"
     if any(_network(cause) for cause in chain):
         return (
-            f"{what} could not be downloaded: check the connection, or fetch it on another machine and give the "
-            f"folder as the model, or the checkpoint file as the weights ({first_line(error)[:100]})"
+            f"{what} could not be downloaded: check the connection, or download it on another machine and give its "
+            f"folder as the model or its checkpoint file as the weights ({first_line(error)[:100]})"
         )
     return f"{what} cannot be loaded: {first_line(error)}"
 
@@ -253,7 +264,7 @@ def _network(error: BaseException) -> bool:
 
 
 def _digest(clip: torch.nn.Module, config: Mapping[str, Any]) -> str:
-    """A digest of the weights and of what else decides the features."""
+    """Return a digest of the weights and of the configuration, which determine the features."""
     sha = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(clip.state_dict().items()):
         sha.update(f"{name}{tuple(tensor.shape)}".encode())

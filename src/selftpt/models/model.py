@@ -1,4 +1,4 @@
-"""A frozen vision-language model: two towers, tokenizer, preprocessing, temperature."""
+"""A frozen vision-language model: two towers, tokenizer, preprocessing and temperature."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from selftpt.models.tokenizer import Tokenizer
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RANDOM = "random"
-TEXT_CHUNK = 256  # sentences that run at once
+TEXT_CHUNK = 256  # number of sentences encoded at once
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class ModelId:
     """Identifies a model in files and messages.
 
     Attributes:
-        name: The model's name in open_clip, a repository, a folder, or the embedded model.
-        pretrained: The name of its weights, or None if the name implies them.
+        name: The name of an open_clip model or of the embedded model, a repository, or a folder.
+        pretrained: The name of the weights; None if `name` determines them.
         digest: A digest of architecture and weights.
     """
 
@@ -47,7 +47,15 @@ class ModelId:
         return f"{self.name} ({self.pretrained})" if self.pretrained else self.name
 
     def check(self, model: Model, what: str) -> None:
-        """Refuse to use `what`, which was made with this model, with another one."""
+        """Check that a model is this model.
+
+        Args:
+            model: The model to check.
+            what: What was made with this model, for the error message.
+
+        Raises:
+            SelfTPTError: `model` is another model.
+        """
         if self.digest != model.id.digest:
             raise SelfTPTError(
                 f"{what} was made with {self} [{self.digest[:8]}], not with {model.id} [{model.id.digest[:8]}]: "
@@ -56,15 +64,15 @@ class ModelId:
 
 
 class Model:
-    """A frozen vision-language model; `load_model` makes one.
+    """A frozen vision-language model, which `load_model` returns.
 
     Attributes:
         clip: The open_clip model.
         id: Its name, pretrained weights and digest.
         text: Its text tower.
         image: Its image tower.
-        dimension: D, the dimension of the features.
-        scale: 1 / τ of Eq. 1, CLIP's logit scale.
+        dimension: Dimension D of the features.
+        scale: CLIP's logit scale, 1 / τ of Eq. 1.
         device: The device of the weights.
         precision: The precision of the image tower.
         preprocess: The preprocessing of images.
@@ -87,15 +95,15 @@ class Model:
         return f"Model({self.id}, dimension={self.dimension}, device={self.device}, precision={self.precision})"
 
     def to(self, device: str | torch.device) -> Model:
-        """The model on a device.
+        """Copy the model to a device.
 
-        Like `torch.Tensor.to`, this returns a copy and leaves the model unchanged, because other threads may use it.
+        Like `torch.Tensor.to`, this leaves the model itself unchanged, because other threads may use it.
 
         Args:
             device: `"cpu"`, `"cuda"`, `"mps"` or a `torch.device`.
 
         Returns:
-            A copy on the device; the model itself if it is there already.
+            A copy on the device; the model itself if it is already there.
 
         Raises:
             SelfTPTError: The device is not available.
@@ -112,11 +120,11 @@ class Model:
         return Model(clip, self._tokenizer, self.id, self.dimension, str(device), self.precision)
 
     def encode_image(self, pixels: Tensor, prompts: LayerPrompts | None = None, *, normalize: bool = False) -> Tensor:
-        """Image features, differentiable with respect to float pixels and prompts.
+        """Encode images. The features are differentiable w.r.t. float pixels and prompts.
 
         Args:
             pixels: [B, 3, S, S], uint8 or already normalised floats.
-            prompts: n prompt rows per layer, for a ViT of open_clip.
+            prompts: n prompt vectors per layer, for an open_clip ViT.
             normalize: Whether the features are L2-normalised.
 
         Returns:
@@ -137,11 +145,11 @@ class Model:
     def encode_text(
         self, texts: Sequence[str], prompts: LayerPrompts | None = None, *, normalize: bool = False
     ) -> Tensor:
-        """Text features, differentiable with respect to prompts.
+        """Encode sentences. The features are differentiable w.r.t. prompts.
 
         Args:
             texts: N sentences.
-            prompts: n prompt vectors per layer, in place of the first n tokens of each sentence.
+            prompts: n prompt vectors per layer, which replace the first n tokens of each sentence.
             normalize: Whether the features are L2-normalised.
 
         Returns:
@@ -157,7 +165,7 @@ class Model:
             True
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise SelfTPTError("texts must be a sequence of str")
+            raise SelfTPTError("texts must be a sequence of str, such as a list")
         if not texts:
             return torch.empty(0, self.dimension, device=self.device)
         sentences = [self.text.tokenizer.encode_sentence(text) for text in texts]
@@ -166,9 +174,13 @@ class Model:
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """Images [B, 3, S, S], uint8 or already normalised floats, to L2-normalised features [B, D] in fp32.
+        """Encode images without an autograd graph.
 
-        No graph is built. The features are an ordinary tensor that autograd may use.
+        Args:
+            pixels: [B, 3, S, S], uint8 or already normalised floats.
+
+        Returns:
+            L2-normalised features [B, D] in fp32. They are not an inference tensor, so autograd accepts them.
         """
         with torch.inference_mode():
             features = self.encode_image(pixels, normalize=True)
@@ -177,7 +189,7 @@ class Model:
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device with its index.
+    """Return the device, with its index, if it is available.
 
     Raises:
         SelfTPTError: The device is not available.

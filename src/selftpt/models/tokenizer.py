@@ -1,4 +1,4 @@
-"""Class names to token ids, and the checks for empty, equal and too long names."""
+"""Tokenization of class names, with checks for names that are empty, equal or too long."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Tokenizer:
         context: Context length of the text tower.
 
     Attributes:
-        start: Ids of the start token, or nothing.
-        end: Id of the end-of-text token.
+        start: Id of the start token, as a tuple; empty if the tokenizer has none.
+        end: Id of the end-of-text token, as a tuple.
         pad: Id of the padding token.
         special_ids: Ids that must not occur in a text.
 
@@ -67,7 +67,7 @@ class Tokenizer:
 
         Args:
             text: The text.
-            after: Text before it, which matters for tokenizers whose tokens include the space before a word.
+            after: The text that precedes it. It matters for tokenizers whose tokens include the space before a word.
         """
         before, both = self._encode(after), self._encode(after + text)
         return both[len(before) :] if both[: len(before)] == before else self._encode(text)
@@ -188,13 +188,13 @@ def end_ids(tokenizer: Tokenizer, names: Sequence[str], tail: str = ".", infix: 
 def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contrast: ContrastConfig) -> ClassTokens:
     """Check and tokenize class names for use with a prompt and a template.
 
-    Warns of equal class names.
+    Equal class names cause a warning.
 
     Args:
         tokenizer: The tokenizer.
         names: At least two class names.
         length: Number of prompt vectors.
-        contrast: Names the views and the hand-crafted template.
+        contrast: The views and the hand-crafted template.
 
     Raises:
         SelfTPTError: There are fewer than two names, or a name cannot be used, for example because it is too long to be

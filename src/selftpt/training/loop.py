@@ -1,4 +1,4 @@
-"""Optimisation on labelled images, epoch by epoch, with CoOp's schedule."""
+"""The training loop over labelled images, with CoOp's learning rate schedule."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from selftpt.progress import Bar
 from selftpt.training.checkpoints import RunFiles
 from selftpt.training.state import State
 
-Losses = Mapping[str, float]  # by name, for the log
+Losses = Mapping[str, float]  # losses by name, for the log
+# Maps the image indices [B] of a batch, the epoch and the number of the step to losses and gradients.
 StepFunction = Callable[[Tensor, int, int], tuple[Losses, Sequence[Tensor]]]
 
 
 def learning_rate(epoch: int, config: TrainConfig) -> float:
-    """The rate of an epoch: a constant warm-up in the first, then the cosine, not shortened by it (as in CoOp)."""
+    """Return the learning rate of an epoch: a constant warm-up in the first epoch, then a cosine schedule.
+
+    As in CoOp, the period of the cosine is the number of all epochs, including the warm-up epoch.
+    """
     if epoch == 0:
         return config.warmup_lr
     return config.lr * (1 + math.cos(math.pi * (epoch - 1) / config.epochs)) / 2
 
 
 def seeded(text: str) -> torch.Generator:
-    """A generator of its own for every text."""
+    """Return a random generator that is seeded with a text."""
     return torch.Generator().manual_seed(random.Random(text).getrandbits(63))
 
 
@@ -40,12 +44,13 @@ class Training:
     Attributes:
         names: The name of each parameter.
         state: Parameters and optimizer.
-        gradients: The image indices [B] of a batch, the epoch and the step's number in it, to the losses and the
-            gradient of each parameter.
+        gradients: Maps the image indices [B] of a batch, the epoch and the number of the step in the epoch to the
+            losses and the gradient of each parameter.
         images: Number of training images.
         config: Epochs, batch size, learning rate.
-        rate: The learning rate of an epoch; a parameter group of the optimizer may have its own, called "rate".
-        constants: Tensors that are kept with the learned parameters.
+        rate: Maps an epoch to its learning rate. A parameter group of the optimizer may have its own function in the
+            entry "rate".
+        constants: Tensors that are returned with the learned parameters.
     """
 
     names: Sequence[str]
@@ -65,24 +70,34 @@ class Training:
         """Set the initial values of some parameters.
 
         Raises:
-            SelfTPTError: There is no parameter of this name, or it has another shape.
+            SelfTPTError: There is no parameter with this name, or its shape differs.
         """
         for name, value in initial.items():
             own = self.parameters.get(name)
             if own is None:
                 raise SelfTPTError(f"no parameter is called {name!r}: initialise one of {', '.join(self.names)}")
             if own.shape != value.shape:
-                raise SelfTPTError(f"the initial {name} has shape {list(value.shape)}, not {list(own.shape)}")
+                raise SelfTPTError(f"the initial {name} must have shape {list(own.shape)}, not {list(value.shape)}")
             own.data.copy_(value)
 
     @with_gradients
     def step(self, epoch: int = 0, number: int = 0) -> Losses:
-        """One optimisation step, the `number`-th of an epoch; returns its losses."""
+        """Do one optimisation step, the `number`-th of an epoch, and return its losses."""
         return self._step(batches(self.images, self.config, epoch)[number], epoch, number)
 
     @with_gradients
     def run(self, files: RunFiles) -> dict[str, Tensor]:
-        """All epochs, from the last checkpoint of an interrupted run; returns what was learned, on the CPU."""
+        """Train for all epochs, or resume an interrupted run from its checkpoint.
+
+        Args:
+            files: The log and the checkpoint.
+
+        Returns:
+            The learned parameters and the constants by name, on the CPU.
+
+        Raises:
+            SelfTPTError: A loss is not finite, or a file cannot be written.
+        """
         config = self.config
         first = files.resume(self.state, config.epochs)
         steps = len(batches(self.images, config, 0))
@@ -109,7 +124,10 @@ class Training:
 
 
 def batches(count: int, config: TrainConfig, epoch: int) -> Sequence[Tensor]:
-    """The images of each step of an epoch; the last incomplete batch is dropped unless it is the only one."""
+    """Return the image indices of each step of an epoch, shuffled.
+
+    The last batch is dropped if it is incomplete, unless it is the only one.
+    """
     generator = torch.Generator().manual_seed(config.seed * 100_003 + epoch)
     parts = torch.randperm(count, generator=generator).split(config.batch)
     return [part for part in parts if len(part) == config.batch] or parts

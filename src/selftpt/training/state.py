@@ -1,4 +1,4 @@
-"""All that changes while training."""
+"""The state of a training run, which checkpoints save and restore."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from selftpt.config import TrainConfig
 
 @dataclass
 class State:
-    """All that changes while training.
+    """The state of a training run: parameters, optimizer, and other tensors that a step passes to the next.
 
-    Args:
-        parameters: What the optimizer updates.
-        optimizer: Has a state of its own after the first step.
-        memory: What else a step leaves for the next one, empty before the first step.
-        remembers: A tensor of the same shape and data type as each entry that `memory` will have.
+    Attributes:
+        parameters: The tensors that the optimizer updates.
+        optimizer: The optimizer.
+        memory: Other tensors that a step passes to the next, by name. It is empty before the first step.
+        remembers: The names of the entries that `memory` has after a step, each with a tensor of its shape and data
+            type.
     """
 
     parameters: Sequence[Tensor]
@@ -32,14 +33,14 @@ class State:
     def sgd(
         cls, parameters: Sequence[Tensor], config: TrainConfig, remembers: Mapping[str, Tensor] | None = None
     ) -> State:
-        """Parameters that are updated by SGD as configured."""
+        """Make a state with SGD as the optimizer, with the learning rate, momentum and weight decay of `config`."""
         optimizer = torch.optim.SGD(
             list(parameters), lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
         return cls(parameters, optimizer, remembers=remembers or {})
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything, by name."""
+        """Return all tensors of the state by name."""
         named = {f"parameter.{i}": p.detach() for i, p in enumerate(self.parameters)}
         for i, p in enumerate(self.parameters):
             named |= {
@@ -50,17 +51,17 @@ class State:
         return named | {f"memory.{key}": value for key, value in self.memory.items()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go back to what `tensors()` gave after a step or more.
+        """Restore the state that `tensors()` returned after at least one step.
 
         Raises:
-            ValueError: These are not the tensors of such a state; nothing was changed.
+            ValueError: The names, shapes or data types differ. The state is then not changed.
         """
-        wanted = self._after_a_step()
-        if tensors.keys() != wanted.keys():
+        expected = self._after_a_step()
+        if tensors.keys() != expected.keys():
             raise ValueError("its tensors are not those of this run")
         for name, tensor in tensors.items():
-            if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
-                raise ValueError(f"{name} must be {_described(wanted[name])}, not {_described(tensor)}")
+            if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+                raise ValueError(f"{name} must be {_describe(expected[name])}, not {_describe(tensor)}")
         device = self.parameters[0].device
         for name, tensor in tensors.items():
             kind, _, rest = name.partition(".")
@@ -73,7 +74,7 @@ class State:
                 self.memory[rest] = tensor.to(device)
 
     def _after_a_step(self) -> dict[str, Tensor]:
-        """Tensors of the names, shapes and data types that `tensors()` gives after a step."""
+        """Return tensors with the names, shapes and data types that `tensors()` returns after a step."""
         parameters, optimizer = copy.deepcopy((list(self.parameters), self.optimizer))
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -81,5 +82,5 @@ class State:
         return State(parameters, optimizer, dict(self.remembers)).tensors()
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

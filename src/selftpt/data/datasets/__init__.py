@@ -1,4 +1,4 @@
-"""The datasets of the paper and a user's own: where the images lie, splits, class names, sentences."""
+"""The datasets of the paper, and folders of the user: their images, splits, class names and templates."""
 
 from __future__ import annotations
 
@@ -18,22 +18,45 @@ __all__ = ["COOP", "DATASETS", "Dataset", "Spec", "fraction", "half", "limit", "
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images to train and to test with, of the same classes."""
+    """A dataset with training and test images of the same classes.
+
+    Attributes:
+        name: The name.
+        title: The title in the paper's tables.
+        template: The dataset's own template.
+        train: The training images; None for a dataset that is only tested on.
+        test: The test images.
+        split: The origin of the split.
+        published: Whether this is the published split, with the published numbers of classes and images.
+        root: The folder of the dataset.
+        image_folder: The folder below `root` at which the paths of its lists start.
+    """
 
     name: str
-    title: str  # as the paper's tables write it
-    template: str  # the dataset's own sentence
-    train: Source | None  # None: for testing only
+    title: str
+    template: str
+    train: Source | None
     test: Source
-    split: str  # where the split comes from
-    published: bool  # it is the published split, and of the published size
+    split: str
+    published: bool
     root: Path
-    image_folder: str = ""  # below `root`: where the paths of its lists begin
+    image_folder: str = ""
 
     def few_shot(self, shots: int | None, seed: int) -> tuple[Source, str, bool]:
-        """At most `shots` training images a class, or all; where the choice comes from; if the published rule has it.
+        """Choose at most `shots` training images per class.
 
-        It comes from the file fewshot_{shots}_seed{seed}.json beside the split if there is one.
+        The file fewshot_{shots}_seed{seed}.json in the dataset's folder decides, if it exists. Otherwise the images are
+        sampled.
+
+        Args:
+            shots: The number of images; None for all.
+            seed: The seed of the sample.
+
+        Returns:
+            The images, the origin of the choice, and whether it is the choice that CoOp's sampling rule makes.
+
+        Raises:
+            SelfTPTError: There are no training images, or the file does not fit the dataset.
         """
         if self.train is None:
             raise SelfTPTError(f"{self.title} has no training images in {self.root}: learn from another dataset")
@@ -47,30 +70,42 @@ class Dataset:
             rows = splits.read_rows(file, "train")
             (chosen,) = splits.to_sources(file, self.root / self.image_folder, rows)
             if chosen.names != self.train.names:
-                raise SelfTPTError(f"{file} has other classes than {self.title} has here: get it again, or remove it")
-            splits.check_there(file, [chosen], "put them there, or remove the list")
+                raise SelfTPTError(f"{file} has other classes than {self.title} here: download it again, or remove it")
+            splits.check_images_exist(file, [chosen], "add them, or remove the list")
         if others := {*chosen.paths} - {*self.train.paths}:
-            raise SelfTPTError(f"{file} has {min(others)}, which {self.split} does not train with: remove the list")
+            raise SelfTPTError(
+                f"{file} lists {min(others)}, which is no training image of {self.split}: remove the list"
+            )
         return chosen, file.name, chosen == drawn
 
 
 def read_dataset(name: str, data: Path | None) -> Dataset:
-    """A dataset of the paper, by its name, below the folder `data`; or a folder of the user's own."""
+    """Read a dataset.
+
+    Args:
+        name: The name of a dataset of the paper, or a folder of the user.
+        data: The folder that contains the datasets of the paper; None if there is none.
+
+    Raises:
+        SelfTPTError: The dataset is missing or incomplete.
+    """
     with _readable():
         if name not in DATASETS:
             return _read_own(Path(name))
         if data is None:
-            raise SelfTPTError(f"where is {name}? Say with --data DIR in which folder the datasets lie")
+            raise SelfTPTError(
+                f"no folder is given for the dataset {name}: give --data FOLDER, which contains the datasets"
+            )
         if not data.is_dir():
-            raise SelfTPTError(f"there is no data folder {data}: make it, or give another --data DIR")
+            raise SelfTPTError(f"the data folder {data} does not exist: create it, or give another --data FOLDER")
         return _read_known(name, DATASETS[name], data / DATASETS[name].folder)
 
 
 def _read_known(name: str, spec: Spec, root: Path) -> Dataset:
     folder = root / spec.image_folder
     if not folder.is_dir():
-        split = f", and {spec.split} from {COOP} in {root}" if spec.split and not (root / spec.split).exists() else ""
-        raise SelfTPTError(f"there is no folder {folder}: put {spec.title}'s images from {spec.page} there{split}")
+        split = f", and {spec.split} from {COOP} into {root}" if spec.split and not (root / spec.split).exists() else ""
+        raise SelfTPTError(f"the folder {folder} does not exist: put {spec.title} from {spec.page} there{split}")
     read = _read_imagenet if spec.wnids else _read_split
     train, test, split = read(spec, root, folder)
     sizes = len(test.names), len(train.paths) if train else spec.size.train, len(test.paths)
@@ -79,7 +114,7 @@ def _read_known(name: str, spec: Spec, root: Path) -> Dataset:
 
 
 def _read_imagenet(spec: Spec, root: Path, folder: Path) -> tuple[Source | None, Source, str]:
-    """ImageNet has the folders train, which may be missing, and val, to test on; its kin are to test on."""
+    """Read ImageNet from its folders train, which may be missing, and val, or a variant, which has only test images."""
     classnames = splits.read_classnames(root)
     if spec.size.train is None:
         return None, splits.read_wnids(folder, classnames), f"the folder {folder.name}"
@@ -88,12 +123,12 @@ def _read_imagenet(spec: Spec, root: Path, folder: Path) -> tuple[Source | None,
         return None, test, "the folder val"
     train = splits.read_wnids(folder / "train", classnames)
     if train.names != test.names:
-        raise SelfTPTError(f"{folder}: train and val have not the same {len(test.names)} classes: complete them")
+        raise SelfTPTError(f"{folder}: train and val must have the same classes: add the missing folders")
     return train, test, "the folders train and val"
 
 
 def _read_split(spec: Spec, root: Path, folder: Path) -> tuple[Source, Source, str]:
-    """By the published split file, or else the dataset's own lists, or else a split made here."""
+    """Read the published split file, or else the dataset's own lists, or else split the images at random."""
     where: str | Path
     if spec.split and (root / spec.split).exists():
         split, where = spec.split, root / spec.split
@@ -103,48 +138,54 @@ def _read_split(spec: Spec, root: Path, folder: Path) -> tuple[Source, Source, s
         rows = splits.read_lists(root, spec, spec.lists)
     elif spec.split is None:
         assert spec.lists
-        raise SelfTPTError(f"{root} must have the lists {', '.join(spec.lists.files)}: get them from {spec.page}")
+        raise SelfTPTError(f"{root} must contain {', '.join(spec.lists.files)}: get them from {spec.page}")
     elif spec.class_of is None:
         raise SelfTPTError(
-            f"{spec.title} needs {spec.split}, for its labels are in .mat files: put it from {COOP} in {root}"
+            f"{spec.title} needs {spec.split}, because its own labels are in .mat files, which selftpt does not read: "
+            f"get it from {COOP} and put it into {root}"
         )
     else:
-        train, test = splits.cut(splits.read_classes(folder, spec))
+        train, test = splits.random_split(splits.read_classes(folder, spec))
         return train, test, splits.MADE
     train, test = splits.to_sources(where, folder, rows)
-    splits.check_there(where, (train, test), f"get them from {spec.page}, or another list")
+    splits.check_images_exist(where, (train, test), f"get them from {spec.page}, or use another list")
     return train, test, split
 
 
 def _read_own(root: Path) -> Dataset:
-    """A user's folder: with a split.json, or with the folders train and test, or with a folder a class."""
+    """Read a folder of the user: with a split.json, with folders train and test, or with one folder per class."""
     if not root.is_dir():
-        raise SelfTPTError(f"{root} is neither a folder nor a dataset of the paper, which are {', '.join(DATASETS)}")
+        raise SelfTPTError(
+            f"{root} is neither a folder nor a dataset of the paper: choose one of {', '.join(DATASETS)}"
+        )
     if (root / "split.json").exists():
         split, file = "split.json", root / "split.json"
         train, test = splits.to_sources(file, root, splits.read_rows(file, "train", "test"))
-        splits.check_there(file, (train, test), "put them there, or take them out of the list")
+        splits.check_images_exist(file, (train, test), "add them, or remove them from the list")
     elif (root / "train").is_dir() and (root / "test").is_dir():
         split = "the folders train and test"
         train, test = Source.from_folder(root / "train"), Source.from_folder(root / "test")
         if odd := sorted({*train.names} ^ {*test.names}):
-            raise SelfTPTError(f"{root}: the class {odd[0]!r} is in only one of the folders train and test")
+            raise SelfTPTError(
+                f"{root}: the class {odd[0]!r} is in only one of the folders train and test: add it to both"
+            )
     else:
-        split, whole = splits.MADE, Source.from_folder(root)
-        if {*whole.names} <= {"train", "val", "test"}:
-            raise SelfTPTError(f"{root} must have both train and test, or else a folder a class")
-        train, test = splits.cut(whole)
+        split, images = splits.MADE, Source.from_folder(root)
+        if {*images.names} <= {"train", "val", "test"}:
+            raise SelfTPTError(f"{root} must have both train and test, or one folder per class")
+        train, test = splits.random_split(images)
     names = splits.plain_names(root, test.names)
     train, test = replace(train, names=names), replace(test, names=names)
     if both := {*train.paths} & {*test.paths}:
-        raise SelfTPTError(f"{root}: {min(both)} is both to train and to test: take it out of one list")
+        raise SelfTPTError(f"{root}: {min(both)} is in train and in test: remove it from one of them")
     name = root.resolve().name
-    name = f"./{name}" if name in DATASETS else name  # not to be taken for the paper's
+    name = f"./{name}" if name in DATASETS else name  # distinguishes it from the paper's
     return Dataset(name, name, "a photo of a {}.", train, test, split, False, root)
 
 
 @contextlib.contextmanager
 def _readable() -> Iterator[None]:
+    """Turn an OSError of the block into a SelfTPTError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Train and test images of a dataset: from a split file, from its own lists, from its folders."""
+"""Training and test images of a dataset, from a split file, from the dataset's own lists, or from its folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from selftpt.data.decoding import SUFFIXES
 from selftpt.data.sources import Source, images_in
 from selftpt.errors import SelfTPTError
 
-Row = tuple[str, int, str]  # a image's path below its folder, label and class name
-MADE = "made here: 50/20/30 % of each class, seed 1"
+Row = tuple[str, int, str]  # path below the image folder, label and class name
+MADE = "made here: 50/20/30 % of each class, seed 1"  # part of records: the text must not change
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines of a text file that say something."""
+    """Read the lines of a text file, without empty lines and comments."""
     lines = [line.strip() for line in _text(file).splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -29,15 +29,19 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SelfTPTError(f"{file} is not a text in UTF-8: get it again") from error
+        raise SelfTPTError(f"{file} is not a text file in UTF-8: download it again") from error
 
 
 def read_rows(file: Path, *parts: str) -> list[list[Row]]:
-    """Parts of a split file or few-shot list: {part: [[path, label, class name], ...], ...}."""
+    """Read parts of a split file or few-shot list: {part: [[path, label, class name], ...], ...}.
+
+    Raises:
+        SelfTPTError: The file cannot be parsed, or a part is missing.
+    """
     try:
         found: Any = json.loads(_text(file))
     except ValueError as error:
-        raise SelfTPTError(f"{file} is not JSON ({error}): get it again") from error
+        raise SelfTPTError(f"{file} is not valid JSON ({error}): download it again") from error
     for part in parts:
         if not isinstance(found, dict) or not isinstance(found.get(part), list) or not found[part]:
             raise SelfTPTError(
@@ -52,25 +56,43 @@ def read_rows(file: Path, *parts: str) -> list[list[Row]]:
 
 
 def to_sources(where: str | Path, folder: Path, parts: Sequence[Sequence[Row]]) -> list[Source]:
-    """A source of each part, all with the same names; `where` is what lists them."""
+    """Make a source of each part, all with the same class names.
+
+    Args:
+        where: The file that lists the images, for error messages.
+        folder: The folder at which the paths start.
+        parts: The rows of each part.
+
+    Raises:
+        SelfTPTError: A label has two names, or a label is missing.
+    """
     names: dict[int, str] = {}
     for _, label, name in (row for part in parts for row in part):
         if names.setdefault(label, name) != name:
-            raise SelfTPTError(f"{where}: label {label} has two names, {names[label]!r} and {name!r}: mend one of them")
+            raise SelfTPTError(f"{where}: label {label} has two names, {names[label]!r} and {name!r}: fix one of them")
     for label in range(len(names)):
         if label not in names:
             raise SelfTPTError(
-                f"{where}: no image has label {label}, and others go up to {max(names)}: labels must be 0, 1, 2, ..."
+                f"{where}: no image has label {label}, but the labels go up to {max(names)}: number them 0, 1, 2, ..."
             )
-    told = tuple(names[label].replace("_", " ") for label in range(len(names)))
+    class_names = tuple(names[label].replace("_", " ") for label in range(len(names)))
     return [
-        Source(told, tuple(folder / path for path, _, _ in part), tuple(label for _, label, _ in part))
+        Source(class_names, tuple(folder / path for path, _, _ in part), tuple(label for _, label, _ in part))
         for part in parts
     ]
 
 
-def check_there(where: str | Path, sources: Sequence[Source], cure: str) -> None:
-    """Refuse a list of images that do not exist; each folder is read once, no file is touched."""
+def check_images_exist(where: str | Path, sources: Sequence[Source], hint: str) -> None:
+    """Check that all listed images exist. Folders are listed instead of opening files, which is faster.
+
+    Args:
+        where: The file that lists the images, for the error message.
+        sources: The images.
+        hint: What the user can do, for the error message.
+
+    Raises:
+        SelfTPTError: An image does not exist.
+    """
     folders: dict[Path, set[str]] = {}
     missing = []
     paths = [path for source in sources for path in source.paths]
@@ -86,12 +108,16 @@ def check_there(where: str | Path, sources: Sequence[Source], cure: str) -> None
     if missing:
         raise SelfTPTError(
             f"{len(missing)} of the {len(paths)} images listed in {where} do not exist, the first is {missing[0]}: "
-            f"{cure}"
+            f"{hint}"
         )
 
 
 def read_lists(root: Path, spec: Spec, lists: Lists) -> list[list[Row]]:
-    """Train and test as the dataset's own lists have them."""
+    """Read the training and test images from the dataset's own lists.
+
+    Raises:
+        SelfTPTError: A list names a class that does not exist.
+    """
     assert spec.class_of is not None
     parts = [[(spec.class_of(line), line) for line in read_lines(root / file)] for file in (lists.train, lists.test)]
     if lists.classes is None:
@@ -101,19 +127,23 @@ def read_lists(root: Path, spec: Spec, lists: Lists) -> list[list[Row]]:
     labels = {key: label for label, key in enumerate(order)}
     for key, line in (entry for part in parts for entry in part):
         if key not in labels:
-            raise SelfTPTError(f"the lists of {root}: {line!r} is of no class in {lists.classes}: get them again")
+            raise SelfTPTError(f"the lists of {root}: {line!r} is of no class in {lists.classes}: download them again")
     return [[(lists.path(line), labels[key], spec.name_of(key)) for key, line in part] for part in parts]
 
 
 def read_classes(folder: Path, spec: Spec) -> Source:
-    """All images below a folder, by the class that each one's path tells."""
+    """Read all images below a folder. The class of an image is part of its path.
+
+    Raises:
+        SelfTPTError: There are fewer than two classes.
+    """
     assert spec.class_of is not None
     groups: dict[str, list[Path]] = {}
     for path in images_in(folder):
         groups.setdefault(spec.class_of(path.relative_to(folder).as_posix()), []).append(path)
     groups = {key: groups[key] for key in sorted(groups) if spec.name_of(key)}
     if len(groups) < 2:
-        raise SelfTPTError(f"{folder} has images of {len(groups)} classes, two at least are needed: get them again")
+        raise SelfTPTError(f"{folder} has images of {len(groups)} classes, at least two are needed: download it again")
     return Source(
         plain_names(folder, [spec.name_of(key) for key in groups]),
         tuple(path for paths in groups.values() for path in paths),
@@ -122,31 +152,39 @@ def read_classes(folder: Path, spec: Spec) -> Source:
 
 
 def plain_names(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Class names from those of folders: "_" is a space."""
+    """Make class names of the names of folders, with spaces for underscores.
+
+    Raises:
+        SelfTPTError: Two folders have the same class name.
+    """
     plain = tuple(name.replace("_", " ") for name in names)
     for i, name in enumerate(plain):
         if name in plain[:i]:
-            one, other = names[plain.index(name)], names[i]
-            raise SelfTPTError(f"{folder}: the classes {one!r} and {other!r} are both {name!r}: rename one of them")
+            first, second = names[plain.index(name)], names[i]
+            raise SelfTPTError(f"{folder}: the classes {first!r} and {second!r} are both {name!r}: rename one of them")
     return plain
 
 
-def cut(source: Source) -> list[Source]:
-    """Train and test for images that have no split: 50 % and 30 % of each class, 20 % stay for validation."""
+def random_split(source: Source) -> list[Source]:
+    """Split images at random: 50 % of each class for training and 30 % for testing; 20 % are left for validation.
+
+    Raises:
+        SelfTPTError: A class has only one image.
+    """
     rng = random.Random(1)
     train: list[int] = []
     test: list[int] = []
-    for label, places in by_label(source).items():
-        count = len(places)
+    for label, indices in by_label(source).items():
+        count = len(indices)
         if count < 2:
             raise SelfTPTError(
-                f"the class {source.names[label]!r} has one image, {source.paths[places[0]]}: "
-                "to train and to test takes two at least"
+                f"the class {source.names[label]!r} has one image, {source.paths[indices[0]]}: "
+                "at least two are needed, for training and for testing"
             )
-        rng.shuffle(places)
+        rng.shuffle(indices)
         middle = round(0.5 * count)
-        train += places[:middle]
-        test += places[min(middle + round(0.2 * count), count - 1) :]
+        train += indices[:middle]
+        test += indices[min(middle + round(0.2 * count), count - 1) :]
     return [
         Source(source.names, tuple(source.paths[i] for i in part), tuple(source.labels[i] for i in part))
         for part in (train, test)
@@ -154,41 +192,52 @@ def cut(source: Source) -> list[Source]:
 
 
 def read_wnids(folder: Path, classnames: dict[str, str]) -> Source:
-    """Images of ImageNet or its kin: a folder a class, its name a WordNet id, or a number in ImageNetV2."""
+    """Read the images of ImageNet or a variant: one folder per class, named by WordNet id, in ImageNetV2 by number.
+
+    Args:
+        folder: The folder.
+        classnames: Class names by WordNet id.
+
+    Raises:
+        SelfTPTError: There are fewer than two folders, a folder has no image, or its class has no name.
+    """
     with os.scandir(folder) as entries:
-        subs = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    numbered = all(sub.isdecimal() for sub in subs)
-    subs.sort(key=int if numbered else str)
-    if len(subs) < 2:
+        subfolders = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    numbered = all(name.isdecimal() for name in subfolders)
+    subfolders.sort(key=int if numbered else str)
+    if len(subfolders) < 2:
         raise SelfTPTError(
-            f"{folder} has {len(subs)} folders: sort its images into a folder a class, such as n01440764"
+            f"{folder} has {len(subfolders)} folders: sort its images into one folder per class, such as n01440764"
         )
     wnids = dict(zip(map(str, range(len(classnames))), sorted(classnames), strict=True)) if numbered else {}
     names, paths, labels = [], [], []
-    for label, sub in enumerate(subs):
-        name, place = classnames.get(wnids.get(sub, sub)), folder / sub
+    for label, subfolder in enumerate(subfolders):
+        name, path = classnames.get(wnids.get(subfolder, subfolder)), folder / subfolder
         if name is None:
-            raise SelfTPTError(f"{place} is of no class that classnames.txt names: take it out or mend the file")
+            raise SelfTPTError(f"{path} is of no class in classnames.txt: remove the folder, or add the class")
         files = sorted(
             file
-            for file in os.listdir(place)
+            for file in os.listdir(path)
             if os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(".")
         )
         if not files:
-            raise SelfTPTError(f"the class folder {place} has no image: get them again")
+            raise SelfTPTError(f"the class folder {path} has no image: download its images again")
         names.append(name.replace("_", " "))
-        paths += [place / file for file in files]
+        paths += [path / file for file in files]
         labels += [label] * len(files)
     return Source(tuple(names), tuple(paths), tuple(labels))
 
 
 def read_classnames(root: Path) -> dict[str, str]:
-    """WordNet ids to class names: a dataset's own classnames.txt, or else ImageNet's beside it."""
-    places = [root / "classnames.txt", root.parent / "imagenet" / "classnames.txt"]
-    for file in places:
+    """Read class names by WordNet id from classnames.txt of the dataset, or else of ImageNet beside it.
+
+    Raises:
+        SelfTPTError: There is no such file.
+    """
+    for file in (root / "classnames.txt", root.parent / "imagenet" / "classnames.txt"):
         if file.exists():
             pairs = [line.partition(" ") for line in read_lines(file)]
             return {wnid: name for wnid, _, name in pairs}
     raise SelfTPTError(
-        f"no class names: put CoOp's classnames.txt, a line such as 'n01440764 tench' a class, in {root}"
+        f"no class names were found: put CoOp's classnames.txt, with lines such as 'n01440764 tench', into {root}"
     )

@@ -1,4 +1,4 @@
-"""The 15 datasets of the paper: where they lie, how large they are, what their classes are called."""
+"""The 15 datasets of the paper: their folders, sizes, templates and class names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-COOP = "https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md"  # where the split files are to be had
+COOP = "https://github.com/KaiyangZhou/CoOp/blob/main/DATASETS.md"  # links to the split files
 
 
 class Size(NamedTuple):
-    """How many classes there are, and how many images of each part; None: there is no such part."""
+    """The number of classes, and of images in each part; None if the part does not exist."""
 
     classes: int
     train: int | None
@@ -21,40 +21,65 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Lists:
-    """A dataset's own split: text files below its folder with a image a line."""
+    """The lists of a dataset's own split: text files below its folder, with one image per line.
+
+    Attributes:
+        train: The list of training images.
+        test: The list of test images.
+        path: Returns the path below the image folder for a line of a list.
+        classes: A file with one class per line, in the order of the labels. None sorts the classes by name.
+        class_in: Returns the class for a line of `classes`.
+    """
 
     train: str
     test: str
-    path: Callable[[str], str] = str  # a line to a path below the folder of images
-    classes: str | None = None  # a file with a class a line, in the order of labels; else they are sorted
-    class_in: Callable[[str], str] = lambda line: line.strip("/")  # a line of that file to a class
+    path: Callable[[str], str] = str
+    classes: str | None = None
+    class_in: Callable[[str], str] = lambda line: line.strip("/")
 
     @property
     def files(self) -> tuple[str, ...]:
+        """All files that are needed."""
         return (self.train, self.test, self.classes) if self.classes else (self.train, self.test)
 
 
 def folder_of(line: str) -> str:
-    """The folder that a image lies in, from a path or a line of a list."""
+    """Return the folder of an image, for its path or its line of a list."""
     return line.strip("/").rpartition("/")[0]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A dataset of the paper: its published size, its folders, its names."""
+    """A dataset of the paper.
+
+    Attributes:
+        title: The title in the paper's tables.
+        short_title: The heading of its column in a table.
+        folder: The folder below the data folder.
+        image_folder: The folder below `folder` at which the paths of its lists start.
+        size: The published size.
+        page: The page from which the images can be downloaded.
+        template: The template.
+        split: The published split file, in `folder`; None if the dataset has a split of its own.
+        lists: The lists of the dataset's own split.
+        wnids: Whether the folders are named by WordNet id or number, as in ImageNet, with names in classnames.txt.
+        class_of: Returns the class for the path of an image, or its line of a list; None if the path does not name the
+            class.
+        name_of: Returns the class name for a class, or "" for a folder that is not a class.
+    """
 
     title: str
-    short_title: str  # heads its column of a table
-    folder: str  # below the data folder
-    image_folder: str  # below `folder`: where the paths of its lists begin
+    short_title: str
+    folder: str
+    image_folder: str
     size: Size
-    page: str  # where the images are to be had
+    page: str
     template: str = "a photo of a {}."
-    split: str | None = None  # the published split file, in `folder`; None: the dataset has its own
+    split: str | None = None
     lists: Lists | None = None
-    wnids: bool = False  # ImageNet and its kin: folders of WordNet ids or numbers, named by classnames.txt
-    class_of: Callable[[str], str] | None = folder_of  # a path, or a line of a list, to a class; None: no telling
-    name_of: Callable[[str], str] = str  # a class to its name, "" for what is no class
+    wnids: bool = False
+    class_of: Callable[[str], str] | None = folder_of
+    name_of: Callable[[str], str] = str
 
 
 CALTECH = {
@@ -78,17 +103,20 @@ EUROSAT = {
 
 
 def scene(folder: str) -> str:
-    """SUN397: "c/church/indoor" is "indoor church"; the first part is a letter."""
+    """Return the class name of a folder of SUN397: "indoor church" for "c/church/indoor"."""
     return " ".join(reversed(folder.split("/")[1:]))
 
 
 def spaced(action: str) -> str:
-    """UCF101: "JumpRope" is "Jump_Rope", which stays as it is."""
+    """Return the class of an action of UCF101: "Jump_Rope" for "JumpRope" and for "Jump_Rope"."""
     return re.sub("(?<=[^_])(?=[A-Z])", "_", action)
 
 
 def frame(line: str) -> str:
-    """UCF101: "JumpRope/v_JumpRope_g01_c01.avi 48" is the image "Jump_Rope/v_JumpRope_g01_c01.jpg"."""
+    """Return the image for a line of UCF101's lists.
+
+    It is "Jump_Rope/v_JumpRope_g01_c01.jpg" for "JumpRope/v_JumpRope_g01_c01.avi 48".
+    """
     action, _, video = line.split(" ")[0].partition("/")
     return f"{spaced(action)}/{video.removesuffix('.avi')}.jpg"
 

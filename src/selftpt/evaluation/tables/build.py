@@ -22,6 +22,7 @@ from selftpt.evaluation.tables.aggregate import (
 from selftpt.evaluation.tables.notes import average_notes, marks_of, paper_notes, source_footer, source_notes
 from selftpt.evaluation.tables.paper import method_order, paper, paper_rows
 from selftpt.evaluation.tables.table import AVERAGE, Block, Row, Table, in_paper_order
+from selftpt.methods.selection import did_you_mean
 
 PaperRows = Literal["same", "all", "none"]
 
@@ -54,7 +55,10 @@ def make_table(
         raise SelfTPTError(f"{protocol} has no metric {metric!r}: choose one of {', '.join(chosen.metrics)}")
     names = {*method_order(), *(record["method"] for record in records)}
     if unknown := set(methods) - names:
-        raise SelfTPTError(f"no method is called {min(unknown)!r}: choose one of {', '.join(sorted(names))}")
+        name = min(unknown)
+        raise SelfTPTError(
+            f"no method is called {name!r}: {did_you_mean(name, names)}choose one of {', '.join(sorted(names))}"
+        )
     metrics = chosen.default_metrics if metric is None else (metric,)
     of_protocol = [
         record for record in records if record["protocol"] == protocol and (not methods or record["method"] in methods)
