@@ -1,4 +1,4 @@
-"""Fixtures of all tests: one thread per worker, and a separate cache for every test."""
+"""Fixtures for all tests: one torch thread per worker, and a separate cache for every test."""
 
 from __future__ import annotations
 

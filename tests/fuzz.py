@@ -1,9 +1,9 @@
-"""Mutation fuzz of what selftpt reads: `python -m tests.fuzz --kind files --n 5000 --seed 1`, or `--kind images`.
+"""Mutation fuzzing of the files that selftpt reads: `python -m tests.fuzz --kind files --n 5000 --seed 1`.
 
-A worker process uses every mutated file; the parent watches its time and what it writes to stderr, and judges its
-answer. A case is repeated with its seed and number: `--n 1 --seed 1 --first 1234 --keep folder` also keeps its file.
-What is mutated, how it is used and which answers are right is said by the modules `tests.fuzz_files` and
-`tests.fuzz_images`, which have three functions each: `work`, `cases` and `judge`.
+`--kind` is `files` or `images`. A worker process uses every mutated file. The parent process limits its time, reads its
+stderr and judges its answer. Seed and number reproduce a case: `--n 1 --seed 1 --first 1234`. `--keep folder` keeps the
+files of failed cases. The modules `tests.fuzz_files` and `tests.fuzz_images` define what is mutated, how a file is used
+and which answers are correct, in the functions `cases`, `work` and `judge`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-SECONDS = 60  # for one case, on a busy machine
+SECONDS = 60  # time limit of one case, generous for a busy machine
 KINDS = ("files", "images")
 
 Answer = dict[str, Any]
@@ -34,7 +34,14 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A mutated file: what was done to it, the file name that the worker is given, and what `judge` needs to know."""
+    """A mutated file.
+
+    Attributes:
+        name: Description of the mutations.
+        file: End of the file name that the worker receives.
+        data: Content of the file.
+        expected: Information for `judge`.
+    """
 
     name: str
     file: str
@@ -43,21 +50,21 @@ class Case:
 
 
 class Target(Protocol):
-    """A module that says what is fuzzed."""
+    """Interface of a module that defines what is fuzzed."""
 
     def work(self, folder: Path) -> Callable[[Path], Answer]:
-        """In the worker: what uses a file; an answer has its `outcome`, in a word."""
+        """Return the function with which the worker uses a file; its answer has a one-word `outcome`."""
 
     def cases(self, folder: Path) -> Callable[[random.Random], Case]:
-        """In the parent, after the worker has started with the same folder: what makes a case."""
+        """Return the function with which the parent makes a case; the worker has already started in the same folder."""
 
-    def judge(self, case: Case, path: Path, answer: Answer, said: str) -> str | None:
-        """What is wrong with the answer to a file, or with what was written to stderr; None if nothing is."""
+    def judge(self, case: Case, path: Path, answer: Answer, stderr: str) -> str | None:
+        """Return what is wrong with the answer to a file or with its stderr output, or None."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a campaign found; `failures` has one line per failed case."""
+    """Result of a campaign; `failures` has one line per failed case."""
 
     cases: int
     seed: int
@@ -72,11 +79,11 @@ class Report:
         return "\n".join([head, *self.failures])
 
 
-# Mutations of any file: each takes a file and changes it, with others at hand
+# Mutations of any file: functions of a random generator, the file and the other valid files
 
 
-def place(rng: random.Random, data: bytes) -> int:
-    """Mostly in the header or near the end."""
+def position(rng: random.Random, data: bytes) -> int:
+    """Return a random position, mostly in the header or near the end."""
     end = len(data)
     return min(
         rng.choice([rng.randrange(32), rng.randrange(128), end - 1 - rng.randrange(min(end, 300)), rng.randrange(end)]),
@@ -87,7 +94,7 @@ def place(rng: random.Random, data: bytes) -> int:
 def flip(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4, 16])):
-        changed[place(rng, data)] ^= 1 << rng.randrange(8)
+        changed[position(rng, data)] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
@@ -96,22 +103,22 @@ def cut(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
 
 
 def repeat(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    start, length = place(rng, data), rng.randrange(1, 400)
+    start, length = position(rng, data), rng.randrange(1, 400)
     return data[:start] + data[start : start + length] * rng.choice([2, 3, 1000]) + data[start + length :]
 
 
 def remove(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    start = place(rng, data)
+    start = position(rng, data)
     return data[:start] + data[start + rng.randrange(1, 200) :]
 
 
 def noise(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    """A valid start, then anything."""
+    """Keep the start of a file and append random bytes."""
     return data[: rng.choice([4, 8, 16, 32, 64])] + rng.randbytes(rng.randrange(3000))
 
 
 def join(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
-    """Two files in one: one after the other, or the start of one with the rest of the other."""
+    """Append another file, or replace everything after the start by that of another file."""
     other, at = rng.choice(others), rng.choice([4, 12, 16, 30, 100])
     return data + other if rng.random() < 0.5 else data[:at] + other[at:]
 
@@ -124,7 +131,7 @@ def same(_: random.Random, data: bytes, __: list[bytes]) -> bytes:
 
 
 def memory(name: str) -> float:
-    """A line of /proc/self/status in MB; 0 where there is none."""
+    """Return a value of /proc/self/status in MB, or 0 if it is not available."""
     try:
         found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
     except OSError:
@@ -134,7 +141,7 @@ def memory(name: str) -> float:
 
 @contextlib.contextmanager
 def measured(answer: Answer) -> Any:
-    """Add to an answer how much more memory was used at most, in MB."""
+    """Add the peak of additional memory in MB to an answer."""
     before = memory("VmRSS")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -143,7 +150,7 @@ def measured(answer: Answer) -> Any:
 
 
 def work(target: Target, folder: Path) -> None:
-    """Answer every path on stdin with a line of JSON on stdout."""
+    """Answer every path on stdin with one line of JSON on stdout."""
     import torch
 
     torch.set_num_threads(1)
@@ -157,7 +164,7 @@ def work(target: Target, folder: Path) -> None:
 
 
 class Worker:
-    """The process that uses the files, started again after one that it does not survive."""
+    """The process that uses the files; it is restarted after a crash or a timeout."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.folder, self.errors = kind, folder, folder / "stderr"
@@ -177,25 +184,25 @@ class Worker:
         self.read = self.errors.stat().st_size
 
     def answer(self, seconds: float) -> bytes | None:
-        """A line, empty if the process ended, None if it did not answer in time."""
+        """Return a line; it is empty if the process ended, and None if it did not answer in time."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline() if ready else None
 
     def ask(self, path: Path) -> tuple[Answer, str]:
-        """The answer to one file and what was written to stderr."""
+        """Return the answer to one file and what was written to stderr."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{path}\n".encode())
         self.process.stdin.flush()
         line = self.answer(SECONDS)
-        said = self.errors.read_bytes()[self.read :].decode(errors="replace")
-        self.read += len(said.encode())
+        stderr = self.errors.read_bytes()[self.read :].decode(errors="replace")
+        self.read += len(stderr.encode())
         if line:
-            return json.loads(line), said
+            return json.loads(line), stderr
         text = f"no answer in {SECONDS} seconds" if line is None else "the process ended"
         self.stop()
         self.start()
-        return {"outcome": "failed", "text": text}, said
+        return {"outcome": "failed", "text": text}, stderr
 
     def stop(self) -> None:
         self.process.kill()
@@ -207,10 +214,10 @@ def run(kind: str, n: int, seed: int, first: int = 0, keep: Path | None = None) 
 
     Args:
         kind: `files` or `images`.
-        n: The number of cases.
-        seed: Decides the cases together with their numbers.
-        first: The number of the first case.
-        keep: Folder in which the files of failed cases are kept.
+        n: Number of cases.
+        seed: Seed, which determines each case together with its number.
+        first: Number of the first case.
+        keep: Folder for the files of failed cases.
     """
     report, target = Report(n, seed), load(kind)
     with tempfile.TemporaryDirectory() as name:
@@ -222,8 +229,8 @@ def run(kind: str, n: int, seed: int, first: int = 0, keep: Path | None = None) 
                 case = make(random.Random(f"{seed} {index}"))
                 path = folder / f"{index}.{case.file}"
                 path.write_bytes(case.data)
-                answer, said = worker.ask(path)
-                wrong = target.judge(case, path, answer, said)
+                answer, stderr = worker.ask(path)
+                wrong = target.judge(case, path, answer, stderr)
                 outcome = "failed" if wrong else answer["outcome"]
                 report.outcomes[outcome] += 1
                 report.peak_mb[outcome] = max(report.peak_mb.get(outcome, 0), answer.get("mb", 0))

@@ -1,10 +1,10 @@
-"""Mutation fuzz of the files that selftpt writes: none is used wrongly, and none ends in a traceback.
+"""Mutation fuzzing of the files that selftpt writes: `python -m tests.fuzz --kind files --n 5000 --seed 1`.
 
-`python -m tests.fuzz --kind files --n 5000 --seed 1`. A mutated file is refused in one line, set aside with a warning
-after which the answer is that without the file, or gives the same answer as before. A file whose digests were made
-again after the change, as an attacker would do, may give another answer.
+A mutated file must give a one-line error, be set aside with a warning and not affect the result, or give the same
+result as the valid file. A file whose digests were recomputed after the change, as an attacker would do, may give
+another result. No file may cause a traceback.
 
-Another kind of file is a row in `KINDS`.
+To add a kind of file, add an entry to `KINDS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, remove, repeat, same
 
-LIMIT_MB = 1000  # memory that a file may take: those that are mutated are small
+LIMIT_MB = 1000  # memory limit per file; the valid files are small
 NAMES = ["red fox", "blue whale", "kite"]
 
 
@@ -36,16 +36,16 @@ class FileKind:
     """A kind of file.
 
     Args:
-        make: Writes a valid file, with all that belongs to it, to an empty folder, and returns its path.
-        use: What the program makes of the file, as JSON.
-        recovers: Whether the program must be able to go on without the file.
-        accepts: Whether the answer to a damaged file will do, where it need not be the same as before.
+        make: Writes a valid file and everything that it needs to an empty folder, and returns its path.
+        use: Uses the file and returns a JSON value that represents the result.
+        recovers: Whether the program must continue without the file if it is damaged.
+        accepts: Whether a result is acceptable, given the result of the valid file.
     """
 
     make: Callable[[Path], Path]
     use: Callable[[Path], Any]
     recovers: bool = False
-    accepts: Callable[[Any, Any], bool] = lambda found, wanted: bool(found == wanted)
+    accepts: Callable[[Any, Any], bool] = lambda found, expected: bool(found == expected)
 
 
 def make_prompt(folder: Path) -> Path:
@@ -77,11 +77,11 @@ def inspect(path: Path) -> str:
 
     from selftpt.cli.inspect import command
 
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         command(path, as_json=False)
         command(path, as_json=True)
-    lines = told.getvalue().encode(errors="surrogateescape").decode(errors="replace").splitlines()
+    lines = output.getvalue().encode(errors="surrogateescape").decode(errors="replace").splitlines()
     assert all(line.isprintable() for line in lines), lines
     return "\n".join(lines)
 
@@ -107,7 +107,7 @@ def use_classifier(path: Path) -> Any:
 
 
 def make_checkpoint(folder: Path) -> Path:
-    """The checkpoint of a run that was interrupted after the first of two epochs, and its log."""
+    """Write the checkpoint and log of a run that was interrupted after the first of two epochs."""
     from selftpt.training import RunFiles
 
     class Stopped(Exception):  # noqa: N818
@@ -166,7 +166,7 @@ def use_features(path: Path) -> Any:
 
 
 def fitting(method: str, folder: Path | None) -> Any:
-    """A method fitted on features in memory."""
+    """Fit a method on features in memory."""
     import torch
 
     from selftpt.data.sources import Source
@@ -239,9 +239,9 @@ def use_records(path: Path) -> Any:
     return Runs(path.parent).records
 
 
-def some_of(found: Any, wanted: Any) -> bool:
-    """A line that is lost as a whole, or is there twice, cannot be noticed."""
-    return all(record in wanted for record in found)
+def some_of(found: Any, expected: Any) -> bool:
+    """Accept missing and repeated records, because the loss or repetition of a complete line cannot be detected."""
+    return all(record in expected for record in found)
 
 
 KINDS = {
@@ -262,9 +262,9 @@ def bits(tensor: Any) -> str:
     return hashlib.sha256(str(tensor.shape).encode() + tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
-# Mutations of what is inside a safetensors file; the others are in tests.fuzz
+# Mutations of the content of a safetensors file; mutations of any file are in tests.fuzz
 
-TEXTS = {  # of JSON that `json.dumps` does not write
+TEXTS = {  # JSON texts that `json.dumps` does not write
     "@huge": "9" * 6000,
     "@long": "9" * 400,
     "@infinite": "1e999",
@@ -289,7 +289,7 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def edit(rng: random.Random, value: Any) -> None:
-    """Change, remove, rename, exchange or add an entry somewhere in a value of JSON."""
+    """Change, remove, rename, exchange or add an entry somewhere in a JSON value."""
     places: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -316,7 +316,7 @@ def edit(rng: random.Random, value: Any) -> None:
 
 @dataclass
 class Parts:
-    """A safetensors file as it is changed."""
+    """The parts of a safetensors file, which mutations change."""
 
     layout: dict[str, Any]
     header: dict[str, Any]
@@ -331,13 +331,13 @@ class Parts:
         digest, text = metadata["selftpt"].split(" ", 1)
         return cls(layout, json.loads(text), digest, data[8 + length :])
 
-    def signed(self) -> None:
-        """Let the header have what the layout and the data say, where they say something."""
+    def sign(self) -> None:
+        """Recompute the digests, and the data types and shapes in the header, from the layout and the data."""
         for name, entry in self.layout.items():
             try:
                 start, stop = entry["data_offsets"]
-                told = {"dtype": entry["dtype"], "shape": entry["shape"]}
-                self.header["tensors"][name] = {**told, "sha256": sha256(self.body[start:stop])}
+                described = {"dtype": entry["dtype"], "shape": entry["shape"]}
+                self.header["tensors"][name] = {**described, "sha256": sha256(self.body[start:stop])}
             except (TypeError, KeyError, ValueError):
                 continue
         if isinstance(self.header.get("tensors"), dict):
@@ -365,7 +365,7 @@ def edit_layout(rng: random.Random, parts: Parts) -> None:
 
 
 def edit_numbers(rng: random.Random, parts: Parts) -> None:
-    """Some numbers of the tensors."""
+    """Replace some numbers of the tensors."""
     body = bytearray(parts.body)
     for _ in range(rng.choice([1, 3, 100])):
         at = rng.randrange(len(body) // 4) * 4
@@ -374,7 +374,7 @@ def edit_numbers(rng: random.Random, parts: Parts) -> None:
 
 
 def edit_shapes(rng: random.Random, parts: Parts) -> None:
-    """Other shapes or data types of as many bytes; the tensors of a file may no longer fit each other."""
+    """Change the shape or data type of a tensor without changing its bytes."""
     name = rng.choice(list(parts.layout))
     entry = parts.layout[name]
     entry["shape"] = rng.choice([entry["shape"][::-1], [1, *entry["shape"]], [*entry["shape"], 1], entry["shape"][1:]])
@@ -387,8 +387,8 @@ def exchange_tensors(rng: random.Random, parts: Parts) -> None:
     parts.layout[first], parts.layout[second] = parts.layout[second], parts.layout[first]
 
 
-def shrink_tensor(rng: random.Random, parts: Parts) -> None:
-    """Take some rows of a tensor away, or have them twice, consistently."""
+def resize_tensor(rng: random.Random, parts: Parts) -> None:
+    """Remove or repeat rows of a tensor, and update its shape and all offsets."""
     name = rng.choice(list(parts.layout))
     entry = parts.layout[name]
     start, stop = entry["data_offsets"]
@@ -405,7 +405,7 @@ def shrink_tensor(rng: random.Random, parts: Parts) -> None:
 
 
 def unsign(rng: random.Random, parts: Parts) -> None:
-    """As a file of format 1, which has no digests; done in part."""
+    """Partly turn the file into one of format 1, which has no digests."""
     if rng.random() < 0.5:
         parts.header["format"] = 1
     if rng.random() < 0.5:
@@ -418,13 +418,13 @@ def other_kind(rng: random.Random, parts: Parts) -> None:
 
 INNER = [
     *(edit_header, edit_header, edit_header, edit_layout, edit_layout, edit_numbers, edit_shapes, exchange_tensors),
-    *(shrink_tensor, unsign, other_kind),
+    *(resize_tensor, unsign, other_kind),
 ]
 OUTER = [flip, flip, cut, repeat, remove, noise, join, same]
 
 
 def edit_line(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    """Change a value in a line of JSON."""
+    """Change a value in one line of a JSON Lines file."""
     lines = data.split(b"\n")
     at = rng.randrange(max(1, len(lines) - 1))
     try:
@@ -437,11 +437,11 @@ def edit_line(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
     return b"\n".join(lines)
 
 
-# What the harness needs
+# Interface of tests.fuzz
 
 
-def folders(folder: Path) -> dict[str, Path]:
-    """The file of each kind, made in a folder of its own unless it is there from an earlier worker."""
+def valid_files(folder: Path) -> dict[str, Path]:
+    """Return the valid file of each kind; create those that an earlier worker did not create."""
     made = {}
     for name, kind in KINDS.items():
         own, note = folder / name, folder / f"{name}.path"
@@ -454,12 +454,12 @@ def folders(folder: Path) -> dict[str, Path]:
 
 
 def cases(folder: Path) -> Callable[[random.Random], Case]:
-    """Mutated files; what is expected is whether nothing was done, or whether digests were made again."""
-    valid = {name: path.read_bytes() for name, path in folders(folder).items()}
+    """Return a function that makes mutated files; `expected` is `unchanged`, `damaged` or `signed`."""
+    valid = {name: path.read_bytes() for name, path in valid_files(folder).items()}
 
     def make(rng: random.Random) -> Case:
         kind = rng.choice(list(KINDS))
-        data, done, signed = valid[kind], list[str](), False
+        data, mutations, signed = valid[kind], list[str](), False
         others = list(valid.values())
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if not data:
@@ -467,32 +467,32 @@ def cases(folder: Path) -> Callable[[random.Random], Case]:
             if rng.random() < 0.5:
                 mutate = rng.choice(OUTER)
                 data = mutate(rng, data, others)
-                done.append(mutate.__name__)
+                mutations.append(mutate.__name__)
             elif kind == "records":
                 data = edit_line(rng, data, others)
-                done.append("edit_line")
+                mutations.append("edit_line")
             else:
                 change, sign = rng.choice(INNER), rng.random() < 0.6
                 try:
                     parts = Parts.of(data)
                     change(rng, parts)
                     if sign:
-                        parts.signed()
+                        parts.sign()
                     data, signed = parts.join(), signed or sign
                 except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError):
-                    continue  # damaged before in such a way that there is nothing to edit
-                done.append(f"{change.__name__}{', signed' if sign else ''}")
+                    continue  # an earlier mutation left nothing to edit
+                mutations.append(f"{change.__name__}{', signed' if sign else ''}")
         expected = "signed" if signed else "unchanged" if data == valid[kind] else "damaged"
-        return Case(f"{kind}: {', '.join(done)}", kind, data, expected)
+        return Case(f"{kind}: {', '.join(mutations)}", kind, data, expected)
 
     return make
 
 
 def work(folder: Path) -> Callable[[Path], Answer]:
-    """Put a file in the place of the valid one of its kind, and use it."""
+    """Return a function that replaces the valid file of a kind by the given file and uses it."""
     from selftpt.errors import SelfTPTError, SelfTPTWarning
 
-    made = folders(folder)
+    made = valid_files(folder)
     snapshots = {
         name: {path: path.read_bytes() for path in (folder / name).rglob("*") if path.is_file()} for name in KINDS
     }
@@ -505,42 +505,42 @@ def work(folder: Path) -> Callable[[Path], Answer]:
             if not path.is_file() or path.read_bytes() != data:
                 path.write_bytes(data)
 
-    wanted = {}
+    expected = {}
     for name, kind in KINDS.items():
-        wanted[name] = json.dumps(kind.use(made[name]))
+        expected[name] = json.dumps(kind.use(made[name]))
         restore(name)
 
     def use(path: Path) -> Answer:
         name = path.suffix[1:]
-        kind, answer, told = KINDS[name], Answer(), list[str]()
+        kind, answer, messages = KINDS[name], Answer(), list[str]()
         restore(name)
         made[name].write_bytes(path.read_bytes())
         with measured(answer), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 found = json.dumps(kind.use(made[name]))
-                told = [str(one.message) for one in caught if issubclass(one.category, SelfTPTWarning)]
-                if found == wanted[name] or kind.accepts(json.loads(found), json.loads(wanted[name])):
-                    answer |= {"outcome": "recovered" if told else "unchanged"}
+                messages = [str(one.message) for one in caught if issubclass(one.category, SelfTPTWarning)]
+                if found == expected[name] or kind.accepts(json.loads(found), json.loads(expected[name])):
+                    answer |= {"outcome": "recovered" if messages else "unchanged"}
                 else:
-                    answer |= {"outcome": "changed", "text": f"{found[:200]}, warnings: {told}"}
+                    answer |= {"outcome": "changed", "text": f"{found[:200]}, warnings: {messages}"}
             except SelfTPTError as error:
                 answer |= {"outcome": "refused", "text": str(error)}
             except BaseException:
                 answer |= {"outcome": "failed", "text": traceback.format_exc()[-600:]}
-        return {**answer, "told": told}
+        return {**answer, "messages": messages}
 
     return use
 
 
-def judge(case: Case, path: Path, answer: Answer, said: str) -> str | None:
-    """What is wrong with an answer, None if nothing is."""
+def judge(case: Case, path: Path, answer: Answer, stderr: str) -> str | None:
+    """Return what is wrong with an answer, or None."""
     outcome, kind = answer["outcome"], KINDS[case.file]
-    if outcome == "failed" or said:
-        return f"{answer.get('text')} {said[-300:]}"
+    if outcome == "failed" or stderr:
+        return f"{answer.get('text')} {stderr[-300:]}"
     if answer["mb"] > LIMIT_MB:
         return f"{answer['mb']:.0f} MB"
-    for line in [answer.get("text", ""), *answer["told"]]:
+    for line in [answer.get("text", ""), *answer["messages"]]:
         shown = line.encode(errors="surrogateescape").decode(errors="replace")
         if outcome != "changed" and not shown.isprintable():
             return f"not one line: {line!r}"

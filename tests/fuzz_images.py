@@ -1,7 +1,7 @@
-"""Mutation fuzz of image files: each is an RGB image of its declared size or is refused in one line.
+"""Mutation fuzzing of image files: `python -m tests.fuzz --kind images --n 5000 --seed 1`.
 
-`python -m tests.fuzz --kind images --n 5000 --seed 1`. Every file is opened with `open_image` and classified, within a
-limit of memory.
+Every file is opened with `open_image` and classified within a memory limit. It must give an RGB image of its declared
+size or a one-line error.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 from PIL import Image, features
 
-from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, place, remove, repeat, same
+from tests.fuzz import Answer, Case, cut, flip, join, measured, noise, position, remove, repeat, same
 from tests.helpers import image_files
 
-REFUSED_MB = 1000  # memory that a refused image may take
-ACCEPTED_MB, BYTES_PER_PIXEL = 300, 24  # an accepted one, beside that
+REFUSED_MB = 1000  # memory limit of a refused image
+ACCEPTED_MB, BYTES_PER_PIXEL = 300, 24  # memory limit of an accepted image: constant, and per pixel
 FORMATS = {"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"}
-TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # libtiff reports damage on stderr, which only it can change
+TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # libtiff reports damage on stderr, which cannot be turned off
 
 
 # Valid images
 
 
 def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
-    """Small images of every format and mode: a name, the file, and the size as seen, 0 x 0 if unsupported."""
+    """Yield small images of every format and mode: name, file, and displayed size (0 x 0 if unsupported)."""
     image = image_files.noise(3, 37, 23)
     wide = np.arange(37 * 23, dtype=np.uint16).reshape(23, 37) * 70
     alpha = image.copy()
@@ -98,7 +98,7 @@ def samples() -> Iterator[tuple[str, bytes, tuple[int, int]]]:
     yield "EPS", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 37 23\n%%EndComments\nshowpage\n", (0, 0)
 
 
-# Mutations: each takes a file and changes it, with the others at hand
+# Mutations: functions of a random generator, the file and the other valid files
 
 NUMBERS = (
     0,
@@ -125,17 +125,17 @@ NUMBERS = (
 
 
 def number(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
-    """Dimensions, tile sizes, bit depths, compressions, counts, offsets: any field may be hit."""
+    """Overwrite random numbers: dimensions, tile sizes, bit depths, compressions, counts, offsets or other fields."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 3])):
-        at, kind = place(rng, data), rng.choice(["<B", "<H", ">H", "<I", ">I"])
+        at, kind = position(rng, data), rng.choice(["<B", "<H", ">H", "<I", ">I"])
         packed = struct.pack(kind, rng.choice(NUMBERS) % 256 ** struct.calcsize(kind))
         changed[at : at + len(packed)] = packed
     return bytes(changed)
 
 
 def dimensions(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
-    """The fields that give the width and the height, wherever the format has them."""
+    """Change the fields for width and height of the format."""
     width, height = (rng.choice([1, 5, 40, 1000, 7000, 8900, 16383, 20000, 65535, 2**24, 2**31]) for _ in range(2))
     changed = bytearray(data)
     if data.startswith(b"\x89PNG"):
@@ -165,7 +165,7 @@ def dimensions(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
 
 
 def directory(rng: random.Random, data: bytes, only: list[int], values: list[int]) -> bytes:
-    """Change entries of the first directory of a TIFF file, all those of the given tags."""
+    """Change all entries with the given tags in the first directory of a TIFF file."""
     order = "<" if data.startswith(b"II") else ">"
     changed, kinds = bytearray(data), {1: "B", 3: "H", 4: "I"}
     if data[2:4] not in (b"*\0", b"\0*"):
@@ -184,7 +184,7 @@ def directory(rng: random.Random, data: bytes, only: list[int], values: list[int
 
 
 def tags(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
-    """Bits, compression, colours, samples, rows, planes, predictor, tiles, sample format of a TIFF file."""
+    """Change bits, compression, colours, samples, rows, planes, predictor, tiles or sample format of a TIFF file."""
     if not data.startswith(TIFF):
         return flip(rng, data, others)
     chosen = rng.sample([258, 259, 262, 266, 273, 274, 277, 278, 279, 284, 317, 322, 323, 324, 325, 338, 339], 3)
@@ -197,7 +197,7 @@ MUTATIONS: list[Callable[[random.Random, bytes, list[bytes]], bytes]] = [
 
 
 def checksums(data: bytes) -> bytes:
-    """Correct the checksums of a PNG file, without which every change is noticed at once."""
+    """Correct the checksums of a PNG file, because a wrong checksum hides the effect of other changes."""
     changed, at = bytearray(data), 8
     while data.startswith(b"\x89PNG") and at + 12 <= len(data):
         length = int.from_bytes(data[at : at + 4], "big")
@@ -209,7 +209,7 @@ def checksums(data: bytes) -> bytes:
 
 
 def cases(_: Path) -> Callable[[random.Random], Case]:
-    """Mutated images; the size is expected of one to which nothing was done."""
+    """Return a function that makes mutated images; only an unchanged image has an expected size."""
     valid = list(samples())
     others = [data for _, data, _ in valid]
 
@@ -228,7 +228,7 @@ def cases(_: Path) -> Callable[[random.Random], Case]:
 
 
 def work(_: Path) -> Callable[[Path], Answer]:
-    """Open and classify an image."""
+    """Return a function that opens and classifies an image."""
     import torch
 
     from selftpt import Classifier, load_model
@@ -264,22 +264,22 @@ def work(_: Path) -> Callable[[Path], Answer]:
 
 
 def declared(path: Path) -> tuple[str | None, tuple[int, int]]:
-    """The format and size that Pillow reads in the file."""
+    """Return the format and size that Pillow reads from the file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(path) as image:
             return image.format, image.size
 
 
-def judge(case: Case, path: Path, answer: Answer, said: str) -> str | None:
-    """What is wrong with an answer, None if nothing is."""
+def judge(case: Case, path: Path, answer: Answer, stderr: str) -> str | None:
+    """Return what is wrong with an answer, or None."""
     data, size = case.data, case.expected
     if answer["outcome"] == "failed":
         return str(answer["text"])
-    if said and not data.startswith(TIFF):
-        return f"wrote to stderr: {said[:300]!r}"
-    if "Traceback" in said:
-        return f"a traceback: {said[-300:]!r}"
+    if stderr and not data.startswith(TIFF):
+        return f"wrote to stderr: {stderr[:300]!r}"
+    if "Traceback" in stderr:
+        return f"a traceback: {stderr[-300:]!r}"
     if answer["outcome"] == "refused":
         text = answer["text"]
         if not text.startswith(f"{path}: ") or not text.isprintable():

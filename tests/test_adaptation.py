@@ -1,4 +1,4 @@
-"""Stage 2: class names in, a classifier out."""
+"""Stage 2: adapting a prompt to class names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_adapt_equals_sgd_on_the_reference_loss(kind: str) -> None:
     assert found.scale == model(kind).scale
 
 
-def test_the_mean_of_the_learned_views_can_be_the_class_vectors() -> None:
+def test_mean_of_the_learned_views_can_be_the_class_vectors() -> None:
     learned = prompt()
     found = adapt(model(), learned, NAMES, AdaptConfig(steps=0, vectors="mean")).weights
     clean = [name.replace("_", " ") for name in NAMES]
@@ -55,20 +55,20 @@ def test_the_mean_of_the_learned_views_can_be_the_class_vectors() -> None:
 
 
 @pytest.mark.parametrize("views", [("end", "hand_crafted"), ("front", "middle"), ("end", "front", "middle")])
-def test_adapting_follows_the_views_of_the_prompt(views: tuple[str, ...]) -> None:
+def test_adapt_uses_the_views_of_the_prompt(views: tuple[str, ...]) -> None:
     some = adapt(model(), prompt(contrast=ContrastConfig(views=views)), NAMES)  # type: ignore[arg-type]
     assert not torch.allclose(some.weights, adapt(model(), prompt(), NAMES).weights, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["vit", "mobileclip"])
-def test_a_chunked_class_list_gives_the_same_classifier(kind: str) -> None:
+def test_chunked_class_list_gives_the_same_classifier(kind: str) -> None:
     unchunked = adapt(model(kind), prompt(kind), NAMES, AdaptConfig(chunk=None))
     assert torch.allclose(
         adapt(model(kind), prompt(kind), NAMES, AdaptConfig(chunk=2)).weights, unchunked.weights, atol=1e-5
     )
 
 
-def test_neither_model_nor_prompt_changes() -> None:
+def test_adapt_changes_neither_model_nor_prompt() -> None:
     learned, clip = prompt(), small("vit").clip
     before = {name: tensor.clone() for name, tensor in clip.state_dict().items()}
     kept = learned.digest
@@ -78,7 +78,7 @@ def test_neither_model_nor_prompt_changes() -> None:
     assert torch.equal(adapt(model(), learned, NAMES).weights, first.weights)
 
 
-def test_invalid_names_are_refused_and_equal_names_give_a_warning() -> None:
+def test_invalid_names_are_refused_and_duplicate_names_give_a_warning() -> None:
     with pytest.raises(SelfTPTError, match="no class names"):
         adapt(model(), prompt(), [])
     with pytest.raises(SelfTPTError, match="not the string 'cat'"):
@@ -93,25 +93,25 @@ def test_invalid_names_are_refused_and_equal_names_give_a_warning() -> None:
         assert adapt(model(), prompt(), ["cat", "dog", "Cat"]).weights.isfinite().all()
 
 
-def test_a_name_may_fill_the_context_length() -> None:
+def test_name_may_fill_the_context_length() -> None:
     assert len(adapt(model(), prompt(), ["cat", "dog " * 70]).names) == 2
     with pytest.raises(SelfTPTError, match="accepts 70"):
         adapt(model(), prompt(), ["cat", "dog " * 71])
 
 
-def test_a_prompt_of_another_model_is_refused_with_both_names() -> None:
+def test_prompt_of_another_model_is_refused_with_both_names() -> None:
     with pytest.raises(SelfTPTError, match=r"made with vit \(random\).*not with resnet \(random\)"):
         adapt(model("resnet"), prompt("vit"), NAMES)
 
 
-def test_a_diverging_loss_is_an_error() -> None:
+def test_diverging_loss_is_an_error() -> None:
     wild = dataclasses.replace(prompt(), contrast=ContrastConfig(normalize=False))
-    with pytest.raises(SelfTPTError, match="not finite any more: lower its learning rate"):
+    with pytest.raises(SelfTPTError, match="not finite: lower its learning rate"):
         adapt(model(), wild, NAMES, AdaptConfig(lr=1e38, steps=5))
 
 
-def test_the_template_replaces_that_of_the_prompt() -> None:
-    """In stage 2 only, as if the prompt had been learned with it."""
+def test_template_option_replaces_the_template_of_the_prompt() -> None:
+    """The result is that of a prompt with this template; the prompt itself does not change."""
     template = "a centered satellite photo of {}."
     found = adapt(model(), prompt(), NAMES, AdaptConfig(template=template))
     expected = adapt(model(), prompt(contrast=ContrastConfig(template=template)), NAMES)
@@ -121,8 +121,8 @@ def test_the_template_replaces_that_of_the_prompt() -> None:
         AdaptConfig(template="a photo")
 
 
-def test_a_prompt_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It calls the hand-crafted view `hand`, and has `equal_apart` and `meaningless`."""
+def test_prompt_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its header has the former names `hand`, `equal_apart` and `meaningless`."""
     file = tmp_path / "p.safetensors"
     learned = prompt(contrast=ContrastConfig(duplicates_as_negatives=True))
     learned.save(file)
@@ -136,7 +136,7 @@ def test_a_prompt_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"steps": -1}, {"lr": 0.0}, {"vectors": "front"}, {"chunk": 0}, {"momentum": -1}])
-def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(SelfTPTError):
         AdaptConfig(**wrong)  # type: ignore[arg-type]
 
@@ -165,7 +165,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, object]) -> None:
         ({}, {"b2": torch.full((12,), float("inf"))}, "not finite"),
     ],
 )
-def test_a_signed_prompt_with_wrong_content_is_refused_in_one_line(
+def test_signed_prompt_with_invalid_content_is_refused_in_one_line(
     tmp_path: Path, header: dict[str, Any], tensors: dict[str, Any], words: str
 ) -> None:
     file = tmp_path / "p.safetensors"
@@ -179,7 +179,7 @@ def test_a_signed_prompt_with_wrong_content_is_refused_in_one_line(
     assert str(caught.value).isprintable()
 
 
-def test_a_damaged_prompt_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_damaged_prompt_is_refused_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "p.safetensors"
     prompt().save(file)
     data = bytearray(file.read_bytes())
@@ -189,7 +189,7 @@ def test_a_damaged_prompt_is_refused_in_one_line(tmp_path: Path) -> None:
         Prompt.load(file)
 
 
-def test_a_prompt_of_other_dimensions_than_its_model_is_refused() -> None:
+def test_prompt_with_other_dimensions_than_its_model_is_refused() -> None:
     learned = prompt()
     wide = dataclasses.replace(learned, context=torch.zeros(4, 33))
     head = dataclasses.replace(learned, head=initial_head(25, 24, 12, torch.Generator()))
@@ -198,7 +198,7 @@ def test_a_prompt_of_other_dimensions_than_its_model_is_refused() -> None:
             adapt(model(), wrong, NAMES)
 
 
-def test_the_embedded_prompt_is_saved_and_loaded_unchanged(tmp_path: Path) -> None:
+def test_embedded_prompt_is_saved_and_loaded_unchanged(tmp_path: Path) -> None:
     learned = Prompt.embedded()
     learned.save(tmp_path / "p")
     assert read_file(tmp_path / "p")[0]["format"] == 2

@@ -1,4 +1,4 @@
-"""The example of docs/adding-a-method.md is executed."""
+"""The example in docs/adding-a-method.md works."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.helpers.methods import make_context
 from tests.helpers.models import model
 
 PAGE = Path(__file__).parents[1] / "docs" / "adding-a-method.md"
-LINES = 40  # of code that a new method may take
+LINES = 40  # maximum number of code lines of the example
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The first block of the page as a module of the package, and the row of its second block."""
+    """Execute the first block of the page as a module of the package, and the second, which registers the method."""
     module = types.ModuleType("selftpt.methods.class_means")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(blocks()[0], str(PAGE), "exec"), module.__dict__)
@@ -37,14 +37,14 @@ def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_the_example_is_short() -> None:
+def test_example_is_short() -> None:
     code = [
         line for line in blocks()[0].splitlines() if line.strip() and not line.startswith(("from", "import", '"""'))
     ]
     assert len(code) <= LINES
 
 
-def test_the_example_is_a_whole_method(example: Any, tmp_path: Path) -> None:
+def test_example_learns_predicts_saves_and_loads(example: Any, tmp_path: Path) -> None:
     context = make_context(tmp_path / "a")
     config = example.ClassMeansConfig()
     fitted = example.CLASS_MEANS.fit(context, config)
@@ -66,7 +66,7 @@ def test_the_example_is_a_whole_method(example: Any, tmp_path: Path) -> None:
         assert torch.equal(copy.for_classes(names).classifier.weights, weights)
 
 
-def test_one_step_from_outside(example: Any) -> None:
+def test_single_step_example_runs(example: Any) -> None:
     scope = {**example.__dict__}
     exec(compile(blocks()[2], str(PAGE), "exec"), scope)
     assert scope["losses"]["distance"] > 0
@@ -74,7 +74,7 @@ def test_one_step_from_outside(example: Any) -> None:
     torch.testing.assert_close(scope["means"], means)
 
 
-def test_the_page_names_every_field_of_a_row() -> None:
-    told = set(re.findall(r"`(\w+)[`(]", PAGE.read_text(encoding="utf-8")))
+def test_page_names_every_field_of_a_method() -> None:
+    named = set(re.findall(r"`(\w+)[`(]", PAGE.read_text(encoding="utf-8")))
     fields = {*type(METHODS["clip"]).__dataclass_fields__}
-    assert fields - told <= {"name", "summary", "reference", "config"}
+    assert fields - named <= {"name", "summary", "reference", "config"}

@@ -1,4 +1,4 @@
-"""The public API: what `selftpt` exports, `fit`, `Model.to`, and helpful representations."""
+"""The public API: exported names, `fit`, `Model.to`, and representations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.pretend_device import pretend_device
 NAMES = ["cat", "dog", "red kite"]
 
 
-def test_everything_public_is_listed_and_can_be_imported() -> None:
+def test_public_names_are_listed_and_can_be_imported() -> None:
     assert dir(selftpt) == sorted(selftpt.__all__)
     for name in selftpt.__all__:
         assert getattr(selftpt, name) is not None
@@ -46,13 +46,13 @@ def test_importing_selftpt_imports_neither_torch_nor_open_clip() -> None:
 
 
 @pytest.mark.parametrize("module", ["adaptation", "classifier", "methods.fitting", "models.model", "data.sources"])
-def test_examples_in_docstrings(module: str) -> None:
+def test_examples_in_docstrings_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"selftpt.{module}"))
     assert result.attempted > 0
     assert result.failed == 0
 
 
-def test_fit_equals_the_method_object(tmp_path: Path) -> None:
+def test_fit_accepts_sources_settings_and_initial_values(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos", ("cat", "dog"), each=2)
     settings = {"learn.epochs": 1, "learn.lr": 0.1}
     fitted = selftpt.fit("coop", model(), photos, settings=settings, folder=tmp_path / "out")
@@ -74,13 +74,15 @@ def test_fit_equals_the_method_object(tmp_path: Path) -> None:
         (("tpt",), {"nothing": 0}, "tpt has no setting 'nothing'"),
     ],
 )
-def test_fit_refuses_what_does_not_exist(arguments: tuple[str], settings: dict[str, object], words: str) -> None:
+def test_fit_refuses_unknown_methods_and_invalid_settings(
+    arguments: tuple[str], settings: dict[str, object], words: str
+) -> None:
     with pytest.raises(selftpt.SelfTPTError, match=words):
         selftpt.fit(*arguments, model(), settings=settings)
 
 
 def test_fit_refuses_a_source_of_an_unknown_type() -> None:
-    with pytest.raises(selftpt.SelfTPTError, match=r"a source is a folder, a CSV file, .* not int"):
+    with pytest.raises(selftpt.SelfTPTError, match=r"a source must be a folder, a CSV file, .* not int"):
         selftpt.fit("coop", model(), 5)  # type: ignore[arg-type]
 
 
@@ -119,7 +121,7 @@ def test_representations_are_short_and_useful() -> None:
     assert repr(fitted.for_classes(NAMES)) == f"Predictor(clip, 3 classes, {own.id})"
 
 
-def test_numpy_images_and_names() -> None:
+def test_numpy_images_and_names_are_accepted() -> None:
     classifier = selftpt.zero_shot(model(), np.array(NAMES))
     image = np.random.default_rng(0).integers(0, 255, (40, 50, 3), np.uint8)
     assert classifier.predict(image).names == classifier.predict([image])[0].names

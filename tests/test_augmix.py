@@ -1,4 +1,4 @@
-"""AugMix of crops against slow loops, and that it is applied only where it is configured."""
+"""AugMix equals a slow reference, and is applied only where it is configured."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def as_array(image: oracle.Image | list[list[list[float]]]) -> np.ndarray:
     return np.array(image, float).transpose(1, 2, 0)
 
 
-@pytest.mark.parametrize("place", range(len(oracle.NAMES)), ids=oracle.NAMES)
-def test_operations_equal_the_reference(place: int) -> None:
-    """Each at several strengths. Pillow shears and rotates in fixed-point arithmetic: one grey level off."""
-    near = 1.01 if oracle.NAMES[place] in ("rotate", "shear_x", "shear_y") else 0
+@pytest.mark.parametrize("index", range(len(oracle.NAMES)), ids=oracle.NAMES)
+def test_operations_equal_the_reference(index: int) -> None:
+    """Each operation has several strengths. Pillow shears and rotates in fixed-point arithmetic: values differ by 1."""
+    tolerance = 1.01 if oracle.NAMES[index] in ("rotate", "shear_x", "shear_y") else 0
     changed = 0.0
     for seed in range(6):
         image = image_files.noise(seed, 40, 33)
-        found = np.asarray(OPERATIONS[place](image, random.Random(seed)), float)
-        slow = oracle.operate(oracle.planes(np.asarray(image).tolist()), oracle.NAMES[place], random.Random(seed))
-        off = np.abs(found - as_array(slow))
-        assert np.mean(off > near) < 0.01, off.max()  # a pixel on the edge may fall on either side of it
+        found = np.asarray(OPERATIONS[index](image, random.Random(seed)), float)
+        slow = oracle.operate(oracle.planes(np.asarray(image).tolist()), oracle.NAMES[index], random.Random(seed))
+        difference = np.abs(found - as_array(slow))
+        assert np.mean(difference > tolerance) < 0.01, difference.max()  # pixels at the image border may differ
         changed = max(changed, np.abs(found - np.asarray(image, float)).max())
     assert changed > 0
 
 
-def slowly(operation: Operation) -> oracle.Operation:
-    """An operation on PIL images as one on rows of pixels."""
+def on_pixel_rows(operation: Operation) -> oracle.Operation:
+    """Convert an operation on PIL images to one on rows of pixels."""
 
     def on_rows(rows: oracle.Image, rng: random.Random) -> oracle.Image:
         image = Image.fromarray(np.array(rows, np.uint8).transpose(1, 2, 0).copy())
@@ -57,17 +57,17 @@ def slowly(operation: Operation) -> oracle.Operation:
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), width=st.integers(4, 24), height=st.integers(4, 24))
 def test_mix_equals_the_reference(seed: int, width: int, height: int) -> None:
-    """Of chains of the operations that are compared above."""
+    """The chains use the operations that are compared above."""
     image = image_files.noise(seed % 1000, width, height)
     found = augmix(image, random.Random(seed))
     rows = oracle.planes(np.asarray(image).tolist())
-    wanted = as_array(oracle.mix(rows, random.Random(seed), [slowly(operation) for operation in OPERATIONS]))
+    expected = as_array(oracle.mix(rows, random.Random(seed), [on_pixel_rows(operation) for operation in OPERATIONS]))
     assert found.size == image.size
-    np.testing.assert_allclose(np.asarray(found, float), wanted, rtol=0, atol=0.501)
+    np.testing.assert_allclose(np.asarray(found, float), expected, rtol=0, atol=0.501)
 
 
-def test_image_that_no_operation_changes_stays_bitwise() -> None:
-    """The weights of a mix sum to one."""
+def test_image_that_no_operation_changes_is_unchanged_bitwise() -> None:
+    """The mixing weights sum to one."""
     black = Image.new("RGB", (30, 20))
     for seed in range(20):
         assert augmix(black, random.Random(seed)).getextrema() == ((0, 0),) * 3
@@ -78,18 +78,18 @@ def preprocess(size: tuple[int, int] = (24, 40)) -> Preprocess:
 
 
 def test_views_are_mixed_crops() -> None:
-    """One generator gives the box, the flip and the mix of a crop, then those of the next; also for a single crop."""
+    """One generator draws box, flip and mix of each crop in turn, also if only one crop is computed."""
     image, cut = image_files.noise(0, 90, 50), preprocess()
     found = cut.views(image, 3, random.Random(5), mixed=True)
     assert torch.equal(found[0], cut(image))
     rng = random.Random(5)
     for view in found[1:]:
         crop = cut.views(image, 1, rng, whole=False)[0]
-        wanted = augmix(Image.fromarray(crop.permute(1, 2, 0).numpy()), random.Random(rng.random()))
-        assert torch.equal(view, pil_to_tensor(wanted))
+        expected = augmix(Image.fromarray(crop.permute(1, 2, 0).numpy()), random.Random(rng.random()))
+        assert torch.equal(view, pil_to_tensor(expected))
         assert not torch.equal(view, crop)
-    alone = cut.views(image, 3, random.Random(5), whole=False, mixed=True, only=1)
-    assert torch.equal(alone, found[2:3])
+    single = cut.views(image, 3, random.Random(5), whole=False, mixed=True, only=1)
+    assert torch.equal(single, found[2:3])
 
 
 def test_view_specification_mixes_the_crops(tmp_path: Path) -> None:
@@ -100,18 +100,18 @@ def test_view_specification_mixes_the_crops(tmp_path: Path) -> None:
     assert not torch.equal(found, ViewSpec(3, 5).make_views(preprocess(), image))
 
 
-def test_threads_do_not_disturb_each_other() -> None:
-    cut, some = preprocess(), [image_files.noise(i, 60, 60) for i in range(12)]
+def test_views_in_threads_equal_views_one_by_one() -> None:
+    cut, images = preprocess(), [image_files.noise(i, 60, 60) for i in range(12)]
 
     def views(i: int) -> torch.Tensor:
-        return cut.views(some[i], 4, random.Random(i), mixed=True)
+        return cut.views(images[i], 4, random.Random(i), mixed=True)
 
-    alone = [views(i) for i in range(12)]
-    for together, wanted in zip(in_threads(views, range(12), ahead=12, threads=4), alone, strict=True):
-        assert torch.equal(together, wanted)
+    one_by_one = [views(i) for i in range(12)]
+    for together, expected in zip(in_threads(views, range(12), ahead=12, threads=4), one_by_one, strict=True):
+        assert torch.equal(together, expected)
 
 
-def test_features_with_and_without_augmix_are_cached_apart(tmp_path: Path) -> None:
+def test_features_with_and_without_augmix_are_cached_separately(tmp_path: Path) -> None:
     assert ViewSpec(3, 7).key == (3, 7, 80)
     assert ViewSpec(3, 7, augmix=True).key == (3, 7, 80, "augmix")
     paths, specs = image_files.noises(tmp_path, 2), (ViewSpec(3, 7), ViewSpec(3, 7, augmix=True))

@@ -40,7 +40,7 @@ NAMES = ("cat", "dog", "Éléphant", "猫", "fish")
 
 @functools.cache
 def classifier() -> Classifier:
-    """A classifier whose class vectors separate images, which text features of a random model do not."""
+    """Return a classifier whose class vectors separate images; text features of a random model do not."""
     own = model()
     features = own.encode_images(torch.stack([own.preprocess(image_files.noise(100 + i)) for i in range(len(NAMES))]))
     weights = F.normalize(features - features.mean(0), dim=-1)
@@ -48,14 +48,14 @@ def classifier() -> Classifier:
 
 
 def probabilities_of(prediction: Prediction) -> Tensor:
-    """The probabilities in the order of the classes."""
+    """Return the probabilities of a prediction in class order."""
     assert prediction.names == tuple(NAMES[i] for i in prediction.labels)
     assert list(prediction.probabilities) == sorted(prediction.probabilities, reverse=True)
     return torch.tensor([prediction.probabilities[prediction.labels.index(i)] for i in range(len(NAMES))])
 
 
 def matrix(predictions: Iterable[Prediction]) -> Tensor:
-    """Probabilities [N, C] in the order of the classes."""
+    """Return the probabilities [N, C] of predictions in class order."""
     return torch.stack([probabilities_of(prediction) for prediction in predictions])
 
 
@@ -68,8 +68,8 @@ def views(count: int, **more: Any) -> PredictConfig:
     return PredictConfig(views=count, **more)
 
 
-def test_probabilities_are_those_of_equation_1(paths: list[Path]) -> None:
-    """Computed one image at a time with open_clip's preprocessing and image tower."""
+def test_probabilities_equal_equation_1(paths: list[Path]) -> None:
+    """The reference uses open_clip's preprocessing and image tower, one image at a time."""
     made, clip = classifier(), small("vit").clip
     transform = image_transform_v2(PreprocessCfg(size=32), is_train=False)
     rows = []
@@ -109,13 +109,13 @@ def test_every_kind_of_image_gives_the_same_prediction(paths: list[Path]) -> Non
         torch.testing.assert_close(matrix(found[:1]), expected, rtol=0, atol=1e-6)
 
 
-def test_an_array_of_paths_is_a_list_of_images(paths: list[Path]) -> None:
+def test_array_of_paths_is_a_list_of_images(paths: list[Path]) -> None:
     expected = classifier().predict(paths)
     assert classifier().predict(np.array([str(path) for path in paths])) == expected
     assert classifier().predict(np.array(paths, dtype=object)) == expected
 
 
-def test_a_prediction_names_its_best_class(paths: list[Path]) -> None:
+def test_prediction_names_its_best_class(paths: list[Path]) -> None:
     prediction = classifier().predict(paths[2], top=2)
     assert (prediction.name, prediction.probability) == (prediction.names[0], prediction.probabilities[0])
     assert repr(prediction) == f"Prediction({prediction.name!r}, {prediction.probability:.1%}, path={str(paths[2])!r})"
@@ -143,13 +143,13 @@ def test_predictions_keep_the_position_of_their_image(paths: list[Path], tmp_pat
 
 @pytest.mark.parametrize("images", [5, None, b"a.jpg", 1.5])
 @pytest.mark.parametrize("method", ["predict", "iter_predict", "predict_proba"])
-def test_input_that_is_no_image_is_refused_at_the_call(images: Any, method: str) -> None:
+def test_input_that_is_not_an_image_is_refused_at_the_call(images: Any, method: str) -> None:
     with pytest.raises(SelfTPTError, match=f"images must be .* not {type(images).__name__}"):
         getattr(classifier(), method)(images)
 
 
 @pytest.mark.parametrize(("count", "batch", "sizes"), [(1, 3, [3, 3, 1]), (4, 8, [8, 8, 8, 4]), (5, 2, [2, 2, 1] * 7)])
-def test_the_image_tower_encodes_at_most_one_batch(
+def test_image_tower_encodes_at_most_one_batch_at_once(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, count: int, batch: int, sizes: list[int]
 ) -> None:
     encoded, own = [], model()
@@ -176,7 +176,7 @@ def test_preprocessed_tensors_can_share_a_batch_with_files(paths: list[Path]) ->
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(paths: list[Path], count: int, batch: int) -> None:
+def test_prediction_does_not_depend_on_the_rest_of_the_batch(paths: list[Path], count: int, batch: int) -> None:
     made = classifier()
     alone = matrix(made.predict(path, config=views(count)) for path in paths)
     together = matrix(made.predict(paths, config=views(count, batch=batch)))
@@ -187,7 +187,7 @@ def test_a_prediction_does_not_depend_on_the_rest_of_the_batch(paths: list[Path]
 
 @pytest.mark.parametrize(("count", "batch", "at_once"), [(1, 4, 4), (8, 16, 2), (8, 4, 1)])
 def test_iter_predict_reads_images_as_they_are_needed(count: int, batch: int, at_once: int) -> None:
-    """An endless input works: while one batch is encoded, two more are prepared."""
+    """The input is endless. While one batch is encoded, two more are prepared."""
     taken = []
 
     def endless() -> Iterator[Image.Image]:
@@ -204,8 +204,8 @@ def test_iter_predict_reads_images_as_they_are_needed(count: int, batch: int, at
     torch.testing.assert_close(found[:5], found[5:], rtol=0, atol=1e-6)
 
 
-def test_order_is_kept_when_an_image_is_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first image is decoded after the second, if there are threads for both."""
+def test_predictions_are_in_input_order_if_an_image_is_slow(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first image is decoded after the second."""
     second, real = threading.Event(), selftpt.data.views.open_image
 
     def slow(source: Any, *limits: Any) -> Image.Image:
@@ -256,16 +256,16 @@ def test_folders_and_patterns_are_expanded(paths: list[Path]) -> None:
     assert [p.path for p in classifier().predict([f"{folder}/*", paths[0]])] == [*inside, str(paths[0])]
 
 
-def test_an_unusable_image_of_a_list_is_a_warning_by_default(tmp_path: Path) -> None:
+def test_unusable_image_of_a_list_is_a_warning_by_default(tmp_path: Path) -> None:
     with pytest.warns(SelfTPTWarning, match=r"none\.jpg: no such file"):
         assert classifier().predict([tmp_path / "none.jpg"]) == []
 
 
-def test_a_single_unusable_image_is_an_error(tmp_path: Path, paths: list[Path]) -> None:
+def test_single_unusable_image_is_an_error(tmp_path: Path, paths: list[Path]) -> None:
     for image, config, words in (
         (tmp_path / "none.jpg", None, r"none\.jpg: no such file"),
         (paths[0], PredictConfig(max_megapixels=1e-3), "over the limit of 0.001"),
-        (torch.zeros(3, 32, 32), views(2), "there are no crops"),
+        (torch.zeros(3, 32, 32), views(2), "no crops can be made of it"),
     ):
         with pytest.raises(SelfTPTError, match=words):
             classifier().predict(image, config=config)
@@ -284,7 +284,7 @@ def test_top_limits_the_classes_of_a_prediction(paths: list[Path], top: int, cou
     assert len(made.predict(paths[0], top=2, config=PredictConfig(top=4)).names) == 2
 
 
-def test_an_invalid_top_is_refused_at_the_call(paths: list[Path]) -> None:
+def test_invalid_top_is_refused_at_the_call(paths: list[Path]) -> None:
     for method in (classifier().predict, classifier().iter_predict):
         with pytest.raises(SelfTPTError, match="top must be an integer above 0"):
             method(paths, top=0)
@@ -294,12 +294,12 @@ def test_an_invalid_top_is_refused_at_the_call(paths: list[Path]) -> None:
 
 
 def make_views(image: Any, config: PredictConfig) -> Tensor:
-    """The views of an image [V, 3, S, S]."""
+    """Return the views [V, 3, S, S] of an image."""
     specs = image_and_crops(config.views, seed=config.seed)
     return torch.cat([spec.make_views(model().preprocess, LazyImage(image)) for spec in specs])
 
 
-def test_the_first_view_is_the_image_itself() -> None:
+def test_first_view_is_the_image_itself() -> None:
     image, own = image_files.noise(0, 90, 50), model()
     made = make_views(image, views(8))
     assert made.shape == (8, 3, 32, 32)
@@ -318,8 +318,8 @@ def test_views_depend_on_the_seed(paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("confidence_ratio", [1.0, 0.5, 0.1])
-def test_views_are_merged(paths: list[Path], confidence_ratio: float) -> None:
-    """Each view is classified on its own; all, half or one of them are averaged."""
+def test_merged_views_equal_views_classified_one_by_one(paths: list[Path], confidence_ratio: float) -> None:
+    """All, half or one of the views are averaged."""
     made, own, config = classifier(), model(), views(8, confidence_ratio=confidence_ratio)
     for path, found in zip(paths, made.predict(paths, config=config), strict=True):
         rows = [made.probabilities(own.encode_images(view[None]))[0] for view in make_views(path, config)]
@@ -336,7 +336,7 @@ def test_views_are_merged(paths: list[Path], confidence_ratio: float) -> None:
     confidence_ratio=st.floats(0.01, 1),
     seed=st.integers(0, 10**6),
 )
-def test_merged_views_equal_the_mean_over_those_of_lowest_entropy(
+def test_merge_views_equals_the_mean_over_views_of_lowest_entropy(
     shape: list[int], count: int, classes: int, confidence_ratio: float, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -349,13 +349,13 @@ def test_merged_views_equal_the_mean_over_those_of_lowest_entropy(
         ranked = sorted((-sum(p * math.log(p) for p in row if p > 0), i) for i, row in enumerate(rows))
         keep = max(1, int(confidence_ratio * count))
         if keep < count and ranked[keep][0] - ranked[keep - 1][0] < 1e-9:
-            continue  # a tie: either view may be kept
+            continue  # in a tie, either view may be kept
         chosen = [rows[i] for _, i in ranked[:keep]]
         expected = [sum(column) / keep for column in zip(*chosen, strict=True)]
         assert merged.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_a_view_with_probability_one_has_the_lowest_entropy() -> None:
+def test_view_with_probability_one_has_the_lowest_entropy() -> None:
     merged = merge_views(torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.0, 1.0], [0.4, 0.3, 0.3], [0.9, 0.1, 0.0]]), 0.25)
     assert merged.tolist() == [0, 0, 1]
 
@@ -363,7 +363,7 @@ def test_a_view_with_probability_one_has_the_lowest_entropy() -> None:
 # Files
 
 
-def test_a_loaded_classifier_equals_the_saved_one(tmp_path: Path, paths: list[Path]) -> None:
+def test_loaded_classifier_equals_the_saved_one(tmp_path: Path, paths: list[Path]) -> None:
     made, file = classifier(), tmp_path / "new" / "five.safetensors"
     made.save(file)
     for loaded in (Classifier.load(file, model()), Classifier.load(str(file), model())):
@@ -375,8 +375,8 @@ def test_a_loaded_classifier_equals_the_saved_one(tmp_path: Path, paths: list[Pa
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_another_model_is_refused(tmp_path: Path, paths: list[Path]) -> None:
-    """When the file is read and when it is used; the message names both models."""
+def test_classifier_of_another_model_is_refused(tmp_path: Path, paths: list[Path]) -> None:
+    """Both when the file is loaded and when it is used; the message names both models."""
     file = tmp_path / "five.safetensors"
     classifier().save(file)
     other = model("one-layer")
@@ -388,28 +388,28 @@ def test_another_model_is_refused(tmp_path: Path, paths: list[Path]) -> None:
         dataclasses.replace(classifier(), model=other).predict(paths)
 
 
-def test_the_recorded_model_is_loaded_when_it_is_needed(
+def test_recorded_model_is_loaded_on_first_use(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, asked = tmp_path / "five.safetensors", []
+    file, requested = tmp_path / "five.safetensors", []
 
     def load(model_id: ModelId, what: str) -> Model:
-        asked.append((model_id.name, model_id.pretrained))
+        requested.append((model_id.name, model_id.pretrained))
         return model()
 
     monkeypatch.setattr(selftpt.classifier, "load_recorded_model", load)
     classifier().save(file)
     loaded = Classifier.load(file)
     assert loaded.model is None
-    assert asked == []
+    assert requested == []
     assert loaded.predict(paths) == classifier().predict(paths)
-    assert asked == [("vit", "random")]
+    assert requested == [("vit", "random")]
     other = dataclasses.replace(loaded, model_id=ModelId("vit", "random", "0" * 32))
-    with pytest.raises(SelfTPTError, match="was made with vit"):  # the same name, other weights
+    with pytest.raises(SelfTPTError, match="was made with vit"):  # same name, other weights
         other.predict(paths)
 
 
-def test_a_classifier_file_does_not_load_a_model_that_is_not_published(tmp_path: Path, paths: list[Path]) -> None:
+def test_recorded_model_that_is_not_published_is_not_loaded(tmp_path: Path, paths: list[Path]) -> None:
     file = tmp_path / "five.safetensors"
     dataclasses.replace(classifier(), model_id=ModelId("hf-hub:org/repo", None, "0" * 32)).save(file)
     with pytest.raises(SelfTPTError, match=r"hf-hub:org/repo.*only when you name it.*load_model\('hf-hub:org/repo'\)"):
@@ -417,7 +417,7 @@ def test_a_classifier_file_does_not_load_a_model_that_is_not_published(tmp_path:
 
 
 @pytest.mark.parametrize("change", [{"name": ["a"]}, {"pretrained": 3}, {"digest": None}, {"name": None}])
-def test_a_model_in_a_file_is_described_by_strings(tmp_path: Path, change: dict[str, object]) -> None:
+def test_recorded_model_must_consist_of_strings(tmp_path: Path, change: dict[str, object]) -> None:
     file = tmp_path / "five.safetensors"
     classifier().save(file)
     header, tensors = read_file(file)
@@ -428,7 +428,7 @@ def test_a_model_in_a_file_is_described_by_strings(tmp_path: Path, change: dict[
 
 
 @pytest.mark.parametrize("part", ["model", "names", "scale", "origin", "weights"])
-def test_a_file_with_missing_parts_is_refused(tmp_path: Path, part: str) -> None:
+def test_file_with_missing_parts_is_refused(tmp_path: Path, part: str) -> None:
     file = tmp_path / "five.safetensors"
     classifier().save(file)
     header, tensors = read_file(file)
@@ -460,7 +460,7 @@ def test_a_file_with_missing_parts_is_refused(tmp_path: Path, part: str) -> None
         ({}, {"weights": torch.full((5, 24), math.nan)}, "not finite"),
     ],
 )
-def test_a_signed_file_with_wrong_content_is_refused_in_one_line(
+def test_signed_file_with_invalid_content_is_refused_in_one_line(
     tmp_path: Path, header: dict[str, Any], tensors: dict[str, Any], words: str
 ) -> None:
     file = tmp_path / "five.safetensors"
@@ -475,7 +475,7 @@ def test_a_signed_file_with_wrong_content_is_refused_in_one_line(
 
 
 def test_class_vectors_of_another_dimension_are_refused(tmp_path: Path, paths: list[Path]) -> None:
-    """When the file is loaded with a model, and when the model is given later."""
+    """Both when the file is loaded with a model and when the model is given later."""
     file = tmp_path / "five.safetensors"
     classifier().save(file)
     header, _ = read_file(file)
@@ -486,7 +486,7 @@ def test_class_vectors_of_another_dimension_are_refused(tmp_path: Path, paths: l
         dataclasses.replace(Classifier.load(file), model=model()).predict(paths)
 
 
-def test_a_classifier_of_the_first_format_is_read(tmp_path: Path) -> None:
+def test_classifier_of_format_1_is_read(tmp_path: Path) -> None:
     made, file = classifier(), tmp_path / "five.safetensors"
     made.save(file)
     header, tensors = read_file(file)
@@ -505,7 +505,7 @@ def test_invalid_weights_are_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_prompt_file_is_not_loaded_as_a_classifier(tmp_path: Path) -> None:
+def test_prompt_file_is_not_loaded_as_a_classifier(tmp_path: Path) -> None:
     file = tmp_path / "p.safetensors"
     write_tensors(file, "prompt", {"context": torch.zeros(2, 4)}, {})
     with pytest.raises(SelfTPTError, match="holds a prompt, not a classifier"):

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and one clear line and exit code 2 for what a user can mend."""
+"""The command line: its output, and one-line errors with exit code 2."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.helpers.commands import Answer, Run, refused
 from tests.helpers.folders import make_model, make_photos
 
 
-class Place(NamedTuple):
-    """A model, labelled images, and a prompt and a classifier made of them."""
+class Files(NamedTuple):
+    """A model, labelled images, and a prompt and a classifier made from them."""
 
     model: Path
     photos: Path
@@ -35,11 +35,11 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     import selftpt
 
-    folder = tmp_path_factory.mktemp("place")
-    made = Place(make_model(folder / "model"), make_photos(folder / "photos"), folder / "p.st", folder / "c.st")
+    folder = tmp_path_factory.mktemp("files")
+    made = Files(make_model(folder / "model"), make_photos(folder / "photos"), folder / "p.st", folder / "c.st")
     model = selftpt.load_model(str(made.model), device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SELFTPT_CACHE", str(folder / "cache"))
@@ -48,18 +48,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
+def test_learn_adapt_and_predict(run: Run, files: Files, tmp_path: Path) -> None:
     prompt, classifier = tmp_path / "prompt.st", tmp_path / "classifier.st"
-    learned = run("learn", place.photos, "--out", prompt, "--model", place.model, "--epochs", 2, "--shots", 2, "--json")
+    learned = run("learn", files.photos, "--out", prompt, "--model", files.model, "--epochs", 2, "--shots", 2, "--json")
     assert learned.code == 0, learned.err
     assert json.loads(learned.out)["images"] == 6
     adapted = run(
-        "adapt", "--prompt", prompt, "--names", "cat, polar bear,dog", "--out", classifier, "--model", place.model
+        "adapt", "--prompt", prompt, "--names", "cat, polar bear,dog", "--out", classifier, "--model", files.model
     )
     assert adapted.code == 0, adapted.err
     assert "3 classes" in adapted.out
     predicted = run(
-        "predict", place.photos / "kite", "--classifier", classifier, "--json", "--top", 2, "--model", place.model
+        "predict", files.photos / "kite", "--classifier", classifier, "--json", "--top", 2, "--model", files.model
     )
     assert predicted.code == 0, predicted.err
     rows = [json.loads(line) for line in predicted.out.splitlines()]
@@ -70,8 +70,8 @@ def test_the_three_stages(run: Run, place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [None, "7"])
-def test_threads_do_not_spin_for_long(run: Run, monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
-    """Unless the user wants them to."""
+def test_spin_count_is_limited_by_default(run: Run, monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    """A value that the user has set is kept."""
     monkeypatch.setenv("GOMP_SPINCOUNT", own or "")
     if own is None:
         monkeypatch.delenv("GOMP_SPINCOUNT")
@@ -79,20 +79,20 @@ def test_threads_do_not_spin_for_long(run: Run, monkeypatch: pytest.MonkeyPatch,
     assert os.environ["GOMP_SPINCOUNT"] == (own or "10000")
 
 
-def test_one_best_class_has_no_column_for_others(run: Run, place: Place) -> None:
-    predict = ["predict", place.photos / "kite", "--classifier", place.classifier, "--model", place.model]
+def test_top_1_has_no_column_for_other_classes(run: Run, files: Files) -> None:
+    predict = ["predict", files.photos / "kite", "--classifier", files.classifier, "--model", files.model]
     assert "other classes" in run(*predict).out.splitlines()[0]
     assert "other classes" not in run(*predict, "--top", 1).out
 
 
-def test_two_formats_at_once_are_refused(run: Run, place: Place) -> None:
+def test_contradictory_output_formats_are_refused(run: Run, files: Files) -> None:
     command = [
         "predict",
-        place.photos / "kite",
+        files.photos / "kite",
         "--classifier",
-        place.classifier,
+        files.classifier,
         "--model",
-        place.model,
+        files.model,
         "--json",
         "--format",
     ]
@@ -100,15 +100,15 @@ def test_two_formats_at_once_are_refused(run: Run, place: Place) -> None:
     assert run(*command, "jsonl").code == 0
 
 
-def test_the_three_ways_to_print_say_the_same(run: Run, place: Place) -> None:
+def test_table_csv_and_jsonl_have_the_same_content(run: Run, files: Files) -> None:
     def predict(*more: str) -> Answer:
         return run(
             "predict",
-            place.photos / "kite",
+            files.photos / "kite",
             "--classifier",
-            place.classifier,
+            files.classifier,
             "--model",
-            place.model,
+            files.model,
             "--top",
             "2",
             *more,
@@ -125,14 +125,14 @@ def test_the_three_ways_to_print_say_the_same(run: Run, place: Place) -> None:
         assert f"{row['probabilities'][0]:.1%}" in text
 
 
-def test_classify_adapts_once(run: Run, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classify_caches_the_adapted_classifier(run: Run, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [
         "classify",
-        place.photos,
+        files.photos,
         "--prompt",
-        place.prompt,
+        files.prompt,
         "--model",
-        place.model,
+        files.model,
         "--names",
         "cat,dog",
         "--json",
@@ -152,14 +152,14 @@ def test_classify_adapts_once(run: Run, place: Place, monkeypatch: pytest.Monkey
             run(*arguments, *change)
 
 
-def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, own_cache: Path) -> None:
+def test_damaged_cached_classifier_is_set_aside_and_replaced(run: Run, files: Files, own_cache: Path) -> None:
     arguments = [
         "classify",
-        place.photos,
+        files.photos,
         "--prompt",
-        place.prompt,
+        files.prompt,
         "--model",
-        place.model,
+        files.model,
         "--names",
         "cat,dog",
         "--json",
@@ -172,27 +172,27 @@ def test_a_damaged_classifier_in_the_cache_is_made_anew(run: Run, place: Place, 
     assert "set aside" in second.err
 
 
-def test_images_come_from_files_folders_patterns_and_a_list(run: Run, place: Place) -> None:
+def test_images_come_from_files_folders_patterns_and_a_list(run: Run, files: Files) -> None:
     def paths(*places: str | Path, stdin: str = "") -> list[str]:
         answer = run(
-            "predict", *places, "--classifier", place.classifier, "--model", place.model, "--json", stdin=stdin
+            "predict", *places, "--classifier", files.classifier, "--model", files.model, "--json", stdin=stdin
         )
         assert answer.code == 0, answer.err
         return [json.loads(line)["path"] for line in answer.out.splitlines()]
 
-    one, folder = str(place.photos / "kite" / "0.png"), place.photos / "kite"
+    one, folder = str(files.photos / "kite" / "0.png"), files.photos / "kite"
     assert paths(one) == [one]
     assert paths(folder) == [str(folder / f"{i}.png") for i in range(3)]
-    assert paths(f"{place.photos}/*/0.png") == [
-        str(place.photos / n / "0.png") for n in ("blue whale", "kite", "red_fox")
+    assert paths(f"{files.photos}/*/0.png") == [
+        str(files.photos / n / "0.png") for n in ("blue whale", "kite", "red_fox")
     ]
-    assert paths("-", stdin=f"{one}\n\n{place.photos}/blue whale/1.png\n") == [one, f"{place.photos}/blue whale/1.png"]
+    assert paths("-", stdin=f"{one}\n\n{files.photos}/blue whale/1.png\n") == [one, f"{files.photos}/blue whale/1.png"]
 
 
-def test_views_are_self_tpt_v_and_reproducible(run: Run, place: Place) -> None:
+def test_predictions_with_views_are_reproducible(run: Run, files: Files) -> None:
     def predict(*more: str) -> str:
         return run(
-            "predict", place.photos / "kite", "--classifier", place.classifier, "--model", place.model, "--json", *more
+            "predict", files.photos / "kite", "--classifier", files.classifier, "--model", files.model, "--json", *more
         ).out
 
     many = predict("--views", "8")
@@ -202,17 +202,17 @@ def test_views_are_self_tpt_v_and_reproducible(run: Run, place: Place) -> None:
     assert many != predict("--views", "8", "--confidence-ratio", "0.2")
 
 
-def test_random_weights_are_marked_everywhere(run: Run, place: Place, tmp_path: Path) -> None:
+def test_random_weights_are_marked_in_all_outputs(run: Run, files: Files, tmp_path: Path) -> None:
     prompt, classifier = tmp_path / "p.st", tmp_path / "c.st"
-    options = ["--model", place.model, "--pretrained", "random"]
-    assert json.loads(run("learn", place.photos, "--out", prompt, *options, "--epochs", 1, "--json").out)["random_init"]
+    options = ["--model", files.model, "--pretrained", "random"]
+    assert json.loads(run("learn", files.photos, "--out", prompt, *options, "--epochs", 1, "--json").out)["random_init"]
     adapted = run("adapt", "--prompt", prompt, "--names", "cat,dog", "--out", classifier, "--json", *options)
     assert json.loads(adapted.out)["random_init"]
     for file in (prompt, classifier):
         assert read_file(file)[0]["random_init"] is True
         assert "randomly initialised weights" in run("inspect", file).out
     assert all(json.loads(line)["random_init"] for line in Path(f"{prompt}.log.jsonl").read_text().splitlines())
-    predict = ["predict", place.photos / "kite", "--classifier", classifier, *options]
+    predict = ["predict", files.photos / "kite", "--classifier", classifier, *options]
     answers = [run(*predict, "--format", form) for form in ("jsonl", "csv", "table")]
     assert all("meaningless" in answer.err for answer in answers)
     assert json.loads(answers[0].out.splitlines()[0])["random_init"] is True
@@ -220,12 +220,12 @@ def test_random_weights_are_marked_everywhere(run: Run, place: Place, tmp_path: 
     assert "meaningless" in answers[2].out
 
 
-def test_inspect_tells_what_is_in_a_file(run: Run, place: Place) -> None:
-    told = run("inspect", place.prompt).out
-    assert "a prompt" in told
-    assert "context: 4 x 16" in told
-    assert "blue whale, kite, red fox" in told
-    header = json.loads(run("inspect", place.classifier, "--json").out)
+def test_inspect_shows_the_content_of_a_file(run: Run, files: Files) -> None:
+    shown = run("inspect", files.prompt).out
+    assert "a prompt" in shown
+    assert "context: 4 x 16" in shown
+    assert "blue whale, kite, red fox" in shown
+    header = json.loads(run("inspect", files.classifier, "--json").out)
     assert header["kind"] == "classifier"
     assert header["verified"] is True
     assert header["tensors"] == {"weights": [3, 16]}
@@ -234,19 +234,19 @@ def test_inspect_tells_what_is_in_a_file(run: Run, place: Place) -> None:
     assert header["origin"]["prompt"]["settings"]["epochs"] == 2
 
 
-def test_inspect_says_whether_a_digest_was_verified(run: Run, place: Place, tmp_path: Path) -> None:
-    assert "digest: verified" in run("inspect", place.prompt).out
+def test_inspect_shows_whether_the_digest_was_verified(run: Run, files: Files, tmp_path: Path) -> None:
+    assert "digest: verified" in run("inspect", files.prompt).out
     old = tmp_path / "old.safetensors"
     save_file({"w": torch.ones(2)}, old, {"selftpt": '{"format": 1, "kind": "thing"}'})
     assert "digest: none, as in every file of format 1" in run("inspect", old).out
     assert json.loads(run("inspect", old, "--json").out)["verified"] is False
-    data = bytearray(place.prompt.read_bytes())
+    data = bytearray(files.prompt.read_bytes())
     data[-1] ^= 1
     (tmp_path / "p").write_bytes(data)
     refused(run("inspect", tmp_path / "p"), "does not match its digest")
 
 
-def test_inspect_shows_a_header_of_any_content(run: Run, tmp_path: Path) -> None:
+def test_inspect_prints_any_header_without_control_characters(run: Run, tmp_path: Path) -> None:
     strange = {"origin": [1], "model": "m", "names": [1, None], "contrast": 3}
     controls = {"names": ["a\x1b[2J\nb\ud800"], "origin": {"settings": {"a\nb": "\x9b"}, "selftpt": "\x07"}}
     for header in (strange, controls, {"origin": {"settings": 3, "classes": "ab", "selftpt": {}}, "model": {}}):
@@ -260,36 +260,36 @@ def test_inspect_shows_a_header_of_any_content(run: Run, tmp_path: Path) -> None
 def test_models_lists_names_and_weights(run: Run) -> None:
     listed = json.loads(run("models", "--json").out)
     assert "openai" in listed["ViT-B-16-quickgelu"]
-    wanted = {"RN50", "RN101", "ViT-B-32", "ViT-L-14", "EVA02-B-16", "MobileCLIP-B", "ViT-B-16-SigLIP"}
-    assert wanted <= listed.keys()
+    expected = {"RN50", "RN101", "ViT-B-32", "ViT-L-14", "EVA02-B-16", "MobileCLIP-B", "ViT-B-16-SigLIP"}
+    assert expected <= listed.keys()
     assert "openai" in run("models", "rn50").out
     refused(run("models", "no such model"), "no such model")
 
 
-def test_version_and_help(run: Run) -> None:
+def test_version_and_help_are_printed(run: Run) -> None:
     assert run("--version").out.startswith("selftpt ")
     for command in ("learn", "adapt", "predict", "classify", "models", "inspect"):
         assert command in run("--help").out
         assert run(command, "--help").code == 0
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_command_line_does_not_import_torch_at_start() -> None:
     code = "import sys, selftpt.cli; sys.exit('torch' in sys.modules or 'open_clip' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_names_from_a_file(run: Run, place: Place, tmp_path: Path) -> None:
+def test_names_are_read_from_text_and_json_files(run: Run, files: Files, tmp_path: Path) -> None:
     lines, listing = tmp_path / "names.txt", tmp_path / "names.json"
     lines.write_text("cat, a small one\n\n  dog \n", encoding="utf-8")
     listing.write_text('["cat, a small one", "dog"]')
     answers = [
         run(
             "classify",
-            place.photos / "kite",
+            files.photos / "kite",
             "--prompt",
-            place.prompt,
+            files.prompt,
             "--model",
-            place.model,
+            files.model,
             "--names-file",
             file,
             "--json",
@@ -302,17 +302,17 @@ def test_names_from_a_file(run: Run, place: Place, tmp_path: Path) -> None:
     for text, words in (('["cat", 3]', "strings"), ("[cat", "JSON"), ("", "no class names")):
         listing.write_text(text)
         refused(
-            run("classify", place.photos, "--prompt", place.prompt, "--model", place.model, "--names-file", listing),
+            run("classify", files.photos, "--prompt", files.prompt, "--model", files.model, "--names-file", listing),
             words,
         )
     refused(
         run(
             "classify",
-            place.photos,
+            files.photos,
             "--prompt",
-            place.prompt,
+            files.prompt,
             "--model",
-            place.model,
+            files.model,
             "--names-file",
             tmp_path / "none",
         ),
@@ -332,23 +332,23 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("arguments", "words"), NAMES)
-def test_wrong_names_are_refused(
-    run: Run, place: Place, tmp_path: Path, arguments: tuple[str, ...], words: str
+def test_invalid_names_are_refused(
+    run: Run, files: Files, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    refused(run("adapt", "--prompt", place.prompt, "--model", place.model, "--out", tmp_path / "c", *arguments), words)
+    refused(run("adapt", "--prompt", files.prompt, "--model", files.model, "--out", tmp_path / "c", *arguments), words)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_names_file_may_begin_with_a_byte_order_mark(run: Run, place: Place, tmp_path: Path) -> None:
+def test_names_file_may_start_with_a_byte_order_mark(run: Run, files: Files, tmp_path: Path) -> None:
     for text in ("cat\ndog", '["cat", "dog"]'):
         (tmp_path / "names").write_text(text, encoding="utf-8-sig")
         answer = run(
             "classify",
-            place.photos,
+            files.photos,
             "--prompt",
-            place.prompt,
+            files.prompt,
             "--model",
-            place.model,
+            files.model,
             "--names-file",
             tmp_path / "names",
             "--json",
@@ -356,27 +356,27 @@ def test_a_names_file_may_begin_with_a_byte_order_mark(run: Run, place: Place, t
         assert set(json.loads(answer.out.splitlines()[0])["names"]) == {"cat", "dog"}
 
 
-def test_a_cache_that_cannot_be_written_does_not_stop_classify(
-    run: Run, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_classify_works_with_an_unwritable_cache(
+    run: Run, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "file"))
     answer = run(
-        "classify", place.photos, "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog", "--json"
+        "classify", files.photos, "--prompt", files.prompt, "--model", files.model, "--names", "cat,dog", "--json"
     )
     assert answer.code == 0
     assert len(answer.out.splitlines()) == 9
     assert "note: the classifier is not cached" in answer.err
 
 
-def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) -> None:
+def test_duplicate_names_of_a_cached_classifier_are_reported(run: Run, files: Files) -> None:
     arguments = [
         "classify",
-        place.photos,
+        files.photos,
         "--prompt",
-        place.prompt,
+        files.prompt,
         "--model",
-        place.model,
+        files.model,
         "--names",
         "cat,dog,CAT",
         "--json",
@@ -387,17 +387,17 @@ def test_a_kept_classifier_of_equal_names_is_said_too(run: Run, place: Place) ->
     assert "equal class names: cat" in again.err
 
 
-def test_equal_names_are_allowed_and_said(run: Run, place: Place, tmp_path: Path) -> None:
+def test_duplicate_names_are_accepted_and_reported(run: Run, files: Files, tmp_path: Path) -> None:
     answer = run(
-        "adapt", "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog,CAT", "--out", tmp_path / "c"
+        "adapt", "--prompt", files.prompt, "--model", files.model, "--names", "cat,dog,CAT", "--out", tmp_path / "c"
     )
     assert answer.code == 0
     assert "note: equal class names: cat" in answer.err
 
 
-def test_wrong_sources_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+def test_invalid_sources_are_refused(run: Run, files: Files, tmp_path: Path) -> None:
     def learn(folder: Path) -> Answer:
-        return run("learn", folder, "--out", tmp_path / "p", "--model", place.model, "--epochs", 1)
+        return run("learn", folder, "--out", tmp_path / "p", "--model", files.model, "--epochs", 1)
 
     refused(learn(tmp_path / "none"), "does not exist")
     empty = tmp_path / "empty"
@@ -414,16 +414,16 @@ def test_wrong_sources_are_refused(run: Run, place: Place, tmp_path: Path) -> No
     assert not (tmp_path / "p").exists()
 
 
-def test_images_that_cannot_be_used_are_reported(run: Run, place: Place, tmp_path: Path) -> None:
+def test_unusable_images_are_reported(run: Run, files: Files, tmp_path: Path) -> None:
     cut, text, huge = tmp_path / "cut.jpg", tmp_path / "text.jpg", tmp_path / "huge.png"
-    good = place.photos / "kite" / "0.png"
+    good = files.photos / "kite" / "0.png"
     Image.open(good).resize((300, 300)).save(cut)
     cut.write_bytes(cut.read_bytes()[:-2000])
     text.write_text("I am no image")
     Image.new("1", (10_000, 10_000)).save(huge)
 
     def predict(*images: Path, **_: object) -> Answer:
-        return run("predict", *images, "--classifier", place.classifier, "--model", place.model, "--json")
+        return run("predict", *images, "--classifier", files.classifier, "--model", files.model, "--json")
 
     for bad, words in ((cut, "cut short"), (text, "not an image"), (huge, "100 megapixels")):
         answer = predict(bad)
@@ -437,7 +437,7 @@ def test_images_that_cannot_be_used_are_reported(run: Run, place: Place, tmp_pat
     assert [json.loads(line)["path"] for line in answer.out.splitlines()] == [str(good)]
     assert "2 of 3 images were left out" in answer.err
     raised = run(
-        "predict", huge, "--classifier", place.classifier, "--model", place.model, "--json", "--max-megapixels", "101"
+        "predict", huge, "--classifier", files.classifier, "--model", files.model, "--json", "--max-megapixels", "101"
     )
     assert raised.code == 0, raised.err
     refused(predict(tmp_path / "none.jpg"), "none.jpg does not exist")
@@ -448,9 +448,9 @@ def test_images_that_cannot_be_used_are_reported(run: Run, place: Place, tmp_pat
         "predict",
         "-",
         "--classifier",
-        place.classifier,
+        files.classifier,
         "--model",
-        place.model,
+        files.model,
         "--json",
         stdin=f"{tmp_path}/none.jpg\n{good}\n",
     )
@@ -460,66 +460,66 @@ def test_images_that_cannot_be_used_are_reported(run: Run, place: Place, tmp_pat
         "predict",
         "-",
         "--classifier",
-        place.classifier,
+        files.classifier,
         "--model",
-        place.model,
+        files.model,
         "--json",
         stdin=f"{tmp_path}/gone[1].jpg\n{good}\n",
     )
     assert gone.code == 0
     assert "gone[1].jpg" in gone.err
     refused(
-        run("predict", "-", "--classifier", place.classifier, "--model", place.model, "--json", stdin="\n"),
+        run("predict", "-", "--classifier", files.classifier, "--model", files.model, "--json", stdin="\n"),
         "no image was given",
     )
 
 
-def test_wrong_files_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(run: Run, files: Files, tmp_path: Path) -> None:
     cut, other = tmp_path / "cut.st", make_model(tmp_path / "other", embed_dim=8)
-    cut.write_bytes(place.prompt.read_bytes()[:-50])
+    cut.write_bytes(files.prompt.read_bytes()[:-50])
     out = tmp_path / "c.st"
     adapt = ["adapt", "--names", "cat,dog", "--out", out, "--prompt"]
-    refused(run(*adapt, cut), "cut short")
+    refused(run(*adapt, cut), "truncated")
     refused(run(*adapt, tmp_path / "none"), "does not exist")
-    refused(run(*adapt, place.classifier), "holds a classifier, not a prompt")
-    refused(run(*adapt, place.photos / "kite" / "0.png"), "not a file of selftpt")
-    refused(run(*adapt, place.prompt, "--model", other), str(place.model), str(other))
-    refused(run("predict", place.photos, "--classifier", place.prompt), "holds a prompt, not a classifier")
+    refused(run(*adapt, files.classifier), "holds a classifier, not a prompt")
+    refused(run(*adapt, files.photos / "kite" / "0.png"), "not a selftpt file")
+    refused(run(*adapt, files.prompt, "--model", other), str(files.model), str(other))
+    refused(run("predict", files.photos, "--classifier", files.prompt), "holds a prompt, not a classifier")
     refused(
-        run("predict", place.photos, "--classifier", place.classifier, "--model", place.model, "--model", other),
-        str(place.model),
+        run("predict", files.photos, "--classifier", files.classifier, "--model", files.model, "--model", other),
+        str(files.model),
         str(other),
     )
-    refused(run("inspect", cut), "cut short")
+    refused(run("inspect", cut), "truncated")
     checkpoint = tmp_path / "some.checkpoint"
     write_tensors(checkpoint, "checkpoint", {}, {"epochs": 3})
     assert "a checkpoint" in run("inspect", checkpoint).out
     assert not out.exists()
 
 
-def test_an_output_that_cannot_be_written_is_refused(run: Run, place: Place, tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(run: Run, files: Files, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     for out in (tmp_path / "file" / "p", tmp_path):
-        refused(run("learn", place.photos, "--out", out, "--model", place.model), "cannot write")
+        refused(run("learn", files.photos, "--out", out, "--model", files.model), "cannot write")
         refused(
-            run("adapt", "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog", "--out", out),
+            run("adapt", "--prompt", files.prompt, "--model", files.model, "--names", "cat,dog", "--out", out),
             "cannot write",
         )
     assert (tmp_path / "file").read_text() == "kept"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_file_does_not_make_a_command_load_a_folder(run: Run, place: Place, tmp_path: Path) -> None:
-    predict = run("predict", place.photos / "kite", "--classifier", place.classifier)
-    refused(predict, f"the classifier {place.classifier} was made with {place.model}", f"give --model {place.model}")
-    adapt = ["adapt", "--prompt", place.prompt, "--names", "cat,dog", "--out", tmp_path / "c"]
-    refused(run(*adapt), f"the prompt {place.prompt} was made with {place.model}")
+def test_recorded_model_folder_is_not_loaded_from_a_file(run: Run, files: Files, tmp_path: Path) -> None:
+    predict = run("predict", files.photos / "kite", "--classifier", files.classifier)
+    refused(predict, f"the classifier {files.classifier} was made with {files.model}", f"give --model {files.model}")
+    adapt = ["adapt", "--prompt", files.prompt, "--names", "cat,dog", "--out", tmp_path / "c"]
+    refused(run(*adapt), f"the prompt {files.prompt} was made with {files.model}")
     refused(run(*adapt, "--pretrained", "random"), "--pretrained needs --model")
-    refused(run("classify", place.photos, "--prompt", place.prompt, "--names", "cat,dog"), f"--model {place.model}")
+    refused(run("classify", files.photos, "--prompt", files.prompt, "--names", "cat,dog"), f"--model {files.model}")
 
 
 def test_commands_work_without_a_home_folder(
-    run: Run, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -529,39 +529,39 @@ def test_commands_work_without_a_home_folder(
     monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     answer = run(
-        "classify", place.photos / "kite", "--names", "cat,dog", "--prompt", place.prompt, "--model", place.model
+        "classify", files.photos / "kite", "--names", "cat,dog", "--prompt", files.prompt, "--model", files.model
     )
     assert answer.code == 0, answer.err
     assert answer.err.count("there is no home folder") == 1
     assert (tmp_path / f"selftpt-{os.getuid()}" / "classifiers").is_dir()
 
 
-def test_wrong_models_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
+def test_invalid_models_are_refused(run: Run, files: Files, tmp_path: Path) -> None:
     def learn(*arguments: str | Path) -> Answer:
-        return run("learn", place.photos, "--out", tmp_path / "p", *arguments)
+        return run("learn", files.photos, "--out", tmp_path / "p", *arguments)
 
     refused(learn("--model", "x" * 300, "--pretrained", "random"), "no model is called")
     refused(learn("--model", "ViT-B-17", "--pretrained", "random"), "did you mean", "ViT-B-16")
     refused(learn("--model", "ViT-B-16"), "needs weights", "openai")
     refused(learn("--model", "ViT-B-16", "--pretrained", "nonsense"), "nonsense", "openai")
     refused(learn("--model", tmp_path), "open_clip_config.json")
-    refused(learn("--model", place.model, "--device", "toaster"), "toaster")
-    refused(learn("--model", place.model, "--precision", "fp12"), "fp12")
-    (tmp_path / "weights.safetensors").write_bytes((place.model / "open_clip_model.safetensors").read_bytes())
+    refused(learn("--model", files.model, "--device", "toaster"), "toaster")
+    refused(learn("--model", files.model, "--precision", "fp12"), "fp12")
+    (tmp_path / "weights.safetensors").write_bytes((files.model / "open_clip_model.safetensors").read_bytes())
     answer = learn("--model", "ViT-S-32-alt", "--pretrained", tmp_path / "weights.safetensors")
-    refused(answer, "does not hold weights of ViT-S-32-alt")
+    refused(answer, "does not contain weights of ViT-S-32-alt")
 
 
-def test_wrong_options_are_refused(run: Run, place: Place, tmp_path: Path) -> None:
-    learn = ["learn", place.photos, "--out", tmp_path / "p", "--model", place.model]
+def test_invalid_options_are_refused(run: Run, files: Files, tmp_path: Path) -> None:
+    learn = ["learn", files.photos, "--out", tmp_path / "p", "--model", files.model]
     refused(run(*learn, "--epochs", "0"), "epochs must be an integer above 0")
     refused(run(*learn, "--epochs", "many"), "--epochs")
     refused(run(*learn, "--seed", "1000000000000000"), "seed")
     refused(run(*learn, "--views", "end,back"), "'back'")
     refused(run(*learn, "--no-such-option"), "--no-such-option")
-    refused(run("predict", "--classifier", place.classifier, "--model", place.model), "IMAGES")
+    refused(run("predict", "--classifier", files.classifier, "--model", files.model), "IMAGES")
     refused(
-        run("predict", place.photos, "--classifier", place.classifier, "--model", place.model, "--views", "0"),
+        run("predict", files.photos, "--classifier", files.classifier, "--model", files.model, "--views", "0"),
         "views must be an integer above 0",
     )
 
@@ -572,8 +572,8 @@ def start(*arguments: str | Path, **more: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **{**pipes, **more})  # type: ignore[call-overload,no-any-return]
 
 
-def test_a_full_disk_leaves_nothing_half_written(place: Place, tmp_path: Path) -> None:
-    """No file may grow beyond a kilobyte: what a full disk does to a write."""
+def test_full_disk_leaves_the_old_file(files: Files, tmp_path: Path) -> None:
+    """A file size limit of one kilobyte simulates the full disk."""
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -581,7 +581,7 @@ def test_a_full_disk_leaves_nothing_half_written(place: Place, tmp_path: Path) -
 
     out = tmp_path / "c.st"
     out.write_text("as it was")
-    command = ["adapt", "--prompt", place.prompt, "--model", place.model, "--names", "cat,dog", "--out", out]
+    command = ["adapt", "--prompt", files.prompt, "--model", files.model, "--names", "cat,dog", "--out", out]
     process = start(*command, preexec_fn=limit, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
     _, err = process.communicate()
     assert process.returncode == 2
@@ -591,19 +591,19 @@ def test_a_full_disk_leaves_nothing_half_written(place: Place, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["c.st"]
 
 
-def test_standard_output_on_a_full_disk_is_one_line(place: Place) -> None:
+def test_full_disk_for_standard_output_is_a_one_line_error(files: Files) -> None:
     with open("/dev/full", "w") as full:
-        process = start("inspect", place.prompt, stdout=full)
+        process = start("inspect", files.prompt, stdout=full)
         _, err = process.communicate()
     assert process.returncode == 2
     assert len(err.splitlines()) == 1
     assert err.startswith("selftpt: cannot write the output: No space left")
 
 
-def test_file_names_need_not_be_text(place: Place, tmp_path: Path) -> None:
+def test_file_names_that_are_not_utf8_are_accepted(files: Files, tmp_path: Path) -> None:
     odd = os.fsencode(tmp_path) + b"/caf\xe9.png"
-    Path(os.fsdecode(odd)).write_bytes((place.photos / "kite" / "0.png").read_bytes())
-    command = ["predict", "-", "--classifier", place.classifier, "--model", place.model, "--format", "csv"]
+    Path(os.fsdecode(odd)).write_bytes((files.photos / "kite" / "0.png").read_bytes())
+    command = ["predict", "-", "--classifier", files.classifier, "--model", files.model, "--format", "csv"]
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "PYTHONUTF8": "0"}
     process = start(*command, text=False, stdin=subprocess.PIPE, env=environment)
     out, err = process.communicate(odd + b"\n")
@@ -611,11 +611,12 @@ def test_file_names_need_not_be_text(place: Place, tmp_path: Path) -> None:
     assert odd in out
 
 
-def test_ctrl_c_leaves_nothing_half_written(place: Place, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_partial_files(files: Files, tmp_path: Path) -> None:
     out = tmp_path / "p.st"
-    learn = ["learn", place.photos, "--out", out, "--model", place.model, "--epochs", "200", "--batch", "1"]
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # shells let their jobs ignore it
-    process = start(*learn, **heard)
+    learn = ["learn", files.photos, "--out", out, "--model", files.model, "--epochs", "200", "--batch", "1"]
+    # Background jobs of a shell ignore SIGINT.
+    default_sigint = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    process = start(*learn, **default_sigint)
     while process.poll() is None and not Path(f"{out}.checkpoint").exists():
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
@@ -629,14 +630,14 @@ def test_ctrl_c_leaves_nothing_half_written(place: Place, tmp_path: Path) -> Non
     assert read_file(Path(f"{out}.checkpoint"))[0]["epochs"] >= 1
 
 
-def test_a_reader_that_has_had_enough_hears_no_complaint(place: Place) -> None:
+def test_closed_output_pipe_is_not_an_error_message(files: Files) -> None:
     process = start(
         "predict",
-        *[place.photos] * 30,
+        *[files.photos] * 30,
         "--classifier",
-        place.classifier,
+        files.classifier,
         "--model",
-        place.model,
+        files.model,
         "--json",
         "--batch",
         "1",

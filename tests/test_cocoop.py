@@ -1,4 +1,4 @@
-"""CoCoOp against its equations read out loud."""
+"""CoCoOp equals a reference implementation of its equations."""
 
 from __future__ import annotations
 
@@ -25,55 +25,59 @@ from tests.test_objective import NAMES, SCALE, batch_of
 
 
 def network_of(model: Small) -> Head:
-    """With some hidden units on and some off."""
+    """Return a random network, in which some hidden units are active and some are not."""
     generator = torch.Generator().manual_seed(3)
     width = model.embedding.shape[1]
     shapes = [(4, model.spec.dimension), (4,), (width, 4), (width,)]
     return Head(*((0.3 * torch.randn(shape, generator=generator)).to(model.embedding.dtype) for shape in shapes))
 
 
-def test_the_authors_settings() -> None:
+def test_defaults_are_the_authors_settings() -> None:
     assert CocoopConfig() == CocoopConfig(TrainConfig(batch=1, epochs=10, lr=0.002, length=4, words="a photo of a"))
-    assert COCOOP.cost(COCOOP.config) == "1 view, all class names"
+    assert COCOOP.cost(COCOOP.config) == "1 view, text encoding of all class names"
 
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**31))
-def test_prompts(count: int, length: int, seed: int) -> None:
+def test_prompts_of_images_equal_the_reference(count: int, length: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
-    def drawn(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    images, context, network = drawn(count, 6), drawn(length, 5), Head(drawn(3, 6), drawn(3), drawn(5, 3), drawn(5))
+    images, context, network = (
+        random_tensor(count, 6),
+        random_tensor(length, 5),
+        Head(random_tensor(3, 6), random_tensor(3), random_tensor(5, 3), random_tensor(5)),
+    )
     found = prompts_of(images, context, network)
     for image, prompt in zip(images, found, strict=True):
         assert relative(prompt, cocoop.prompt_of(image, context, network)) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "worldwide", "siglip", "clipa"])
-def test_loss_and_gradients(kind: str) -> None:
-    """Of three count at once, whole and in chunks."""
+def test_loss_and_gradients_equal_the_reference(kind: str) -> None:
+    """For three images at once, with and without chunks."""
     model = small(kind, torch.float64)
     batch = batch_of(model, len(NAMES))
     parameters = [random_prompt(model, 3), *network_of(model)]
-    wanted, by = cocoop.gradients(model, NAMES, parameters, batch.images, batch.labels, 1 / SCALE)
+    expected, gradients = cocoop.gradients(model, NAMES, parameters, batch.images, batch.labels, 1 / SCALE)
     text = model.model.text
     tokens = tokenize(NAMES, text.tokenizer, model.context)
     for chunk in (None, 2):
         encoder = TextEncoder(text, tokens, 3, ["end"], chunk=chunk)
         value, found = fast.gradients(encoder, parameters, batch.images, batch.labels, SCALE)
-        assert value.item() == pytest.approx(wanted.item(), rel=1e-9)
-        for one, other in zip(found, by, strict=True):
+        assert value.item() == pytest.approx(expected.item(), rel=1e-9)
+        for one, other in zip(found, gradients, strict=True):
             assert other.norm() > 0
             assert relative(one, other) < 1e-9
         assert not any(parameter.requires_grad for parameter in parameters)
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
-def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From words and the drawn network; then the probabilities of other names, each image under its own prompt."""
-    monkeypatch.setattr(fast, "NARROWING", 4)  # so small a model would have a single hidden unit
+def test_training_equals_plain_sgd_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training starts from words and the random network. Then the probabilities for other class names are compared."""
+    monkeypatch.setattr(fast, "NARROWING", 4)  # otherwise the small model would have a single hidden unit
     settings = changed(CocoopConfig(), epochs=2, lr=0.02, warmup_lr=0.01)
     context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
     names = [name.replace("_", " ") for name in context.source.names]
@@ -86,20 +90,20 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path, monkey
     network = initial_network(d, width, torch.Generator().manual_seed(1))
     start = [words(exact, "a photo of a"), *network]
     features, labels = train_data(context, settings.learn)
-    wanted = minimise(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
+    expected = minimise(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
     found = learned(COCOOP, settings, context)
-    for name, tensor, before in zip(("context", *Head._fields), wanted, start, strict=True):
+    for name, tensor, before in zip(("context", *Head._fields), expected, start, strict=True):
         assert (found[name] - tensor).norm() < 2e-4 * tensor.norm(), name
         assert (tensor - before).norm() > 1e-2, name
-    shown = features[:4, :1]
-    answers = COCOOP.fit(context, settings).for_classes(OTHERS, PLAIN)(shown)
+    few_features = features[:4, :1]
+    probabilities = COCOOP.fit(context, settings).for_classes(OTHERS, PLAIN)(few_features)
     kept = [found[name].double() for name in ("context", *Head._fields)]
-    wanted_answers = cocoop.probabilities(exact, OTHERS, kept, shown[:, 0].double(), tau)
-    assert relative(answers, wanted_answers) < 1e-4
+    expected_probabilities = cocoop.probabilities(exact, OTHERS, kept, few_features[:, 0].double(), tau)
+    assert relative(probabilities, expected_probabilities) < 1e-4
 
 
 @pytest.mark.parametrize(("dimension", "hidden"), [(512, 32), (24, 1), (8, 1)])
-def test_the_network_starts_as_linear_layers_of_torch_do(dimension: int, hidden: int) -> None:
+def test_network_is_initialised_like_torch_linear_layers(dimension: int, hidden: int) -> None:
     network = initial_network(dimension, 100, torch.Generator().manual_seed(0))
     assert [tuple(t.shape) for t in network] == [(hidden, dimension), (hidden,), (100, hidden), (100,)]
     for tensor, inputs in zip(network, (dimension, dimension, hidden, hidden), strict=True):
@@ -108,5 +112,5 @@ def test_the_network_starts_as_linear_layers_of_torch_do(dimension: int, hidden:
     assert network.w2.abs().max() > 0.8 * hidden**-0.5
 
 
-def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism_resuming_reuse_chunking_and_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_method(COCOOP, changed(CocoopConfig(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)

@@ -31,7 +31,7 @@ NAMES = [f"{colour} {thing}" for colour in ("red", "blue") for thing in ("kite",
 
 
 def work(kind: str, photos: Path, number: int) -> list[Tensor]:
-    """All three stages and a method that tunes per image, with names and seeds of their own for every thread."""
+    """Run all three stages and a method that tunes per image; names and seeds depend on `number`."""
     own = model(kind)
     names = NAMES[number % 4 :]
     prompt = selftpt.learn(own, photos, LearnConfig(epochs=1, seed=number, chunk=2), cache=Cache("off"))
@@ -45,9 +45,9 @@ def work(kind: str, photos: Path, number: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip", "resnet"])
-def test_threads_share_a_model(kind: str, tmp_path: Path) -> None:
+def test_threads_that_share_a_model_get_the_results_of_one_thread(kind: str, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
-    wanted = [work(kind, photos, number) for number in range(THREADS)]
+    expected = [work(kind, photos, number) for number in range(THREADS)]
     start = threading.Barrier(THREADS)
 
     def one(number: int) -> list[Tensor]:
@@ -56,27 +56,27 @@ def test_threads_share_a_model(kind: str, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(one, range(THREADS)))
-    for alone, together in zip(wanted, found, strict=True):
+    for alone, together in zip(expected, found, strict=True):
         for one_tensor, other in zip(alone, together, strict=True):
             assert torch.equal(one_tensor, other)
 
 
-def test_threads_share_a_classifier_and_a_cache(tmp_path: Path) -> None:
+def test_threads_that_share_a_classifier_and_a_cache_get_the_same_results(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
     images, cache = images_in(photos), Cache(folder=tmp_path / "cache")
     predictor = METHODS["zero"].fit(FitContext(model()), configure(METHODS["zero"], {"views": 4})).for_classes(NAMES)
-    wanted = list(predictor.predict(images))
+    expected = list(predictor.predict(images))
 
     def one(_number: int) -> list[Any]:
         return list(predictor.predict(images, cache=cache))
 
     with warnings.catch_warnings(), ThreadPoolExecutor(THREADS) as pool:
         warnings.simplefilter("error", SelfTPTWarning)
-        assert list(pool.map(one, range(THREADS))) == [wanted] * THREADS
+        assert list(pool.map(one, range(THREADS))) == [expected] * THREADS
 
 
 def in_processes(target: Callable[..., None], *args: Any) -> list[Any]:
-    """The answers of two new processes that work at the same time."""
+    """Return the results of two new processes that run at the same time."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     processes = [context.Process(target=target, args=(queue, *args)) for _ in range(2)]
@@ -97,12 +97,12 @@ def learn_in_process(queue: Any, photos: Path, folder: Path) -> None:
     queue.put(fitted.tensors["context"].tolist())
 
 
-def test_processes_share_a_cache_and_learned_parameters(tmp_path: Path) -> None:
+def test_processes_that_share_a_cache_learn_the_same_parameters(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
     first, second = in_processes(learn_in_process, photos, tmp_path)
     alone = FitContext(model(), Source.from_folder(photos), tmp_path / "other", Cache(folder=tmp_path / "others"))
-    wanted = METHODS["self-tpt"].fit(alone, configure(METHODS["self-tpt"], {"learn.epochs": 4}))
-    assert first == second == wanted.tensors["context"].tolist()
+    expected = METHODS["self-tpt"].fit(alone, configure(METHODS["self-tpt"], {"learn.epochs": 4}))
+    assert first == second == expected.tensors["context"].tolist()
     names = sorted(path.name for path in (tmp_path / "learned").iterdir())
     assert [name.rpartition(".safetensors")[2] for name in names] == ["", ".log.jsonl"]
     steps = (tmp_path / "learned" / names[1]).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Configuration is checked when it is made, by one rule for all classes."""
+"""Configurations of all classes are checked when they are created."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.commands import Run, refused
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "told"),
+    ("kind", "given", "message"),
     [
         (LearnConfig, {"epochs": 1.5}, "LearnConfig.epochs must be an integer above 0, not 1.5"),
         (LearnConfig, {"epochs": True}, "LearnConfig.epochs must be an integer above 0, not True"),
@@ -50,11 +50,11 @@ from tests.helpers.commands import Run, refused
         (LearnConfig, {"contrast": {}}, "LearnConfig.contrast must be a ContrastConfig, not {}"),
         (LearnConfig, {"words": b"a photo"}, "LearnConfig.words must be a string that UTF-8 can encode, not b'a"),
         (LearnConfig, {"words": "\ud800"}, "LearnConfig.words must be a string that UTF-8 can encode, not '\\ud800'"),
-        (ContrastConfig, {"views": "end"}, "ContrastConfig.views must be a list of which each item is one of end,"),
+        (ContrastConfig, {"views": "end"}, "ContrastConfig.views must be a list in which each item is one of end,"),
         (
             ContrastConfig,
             {"views": ("end", 1)},
-            "ContrastConfig.views must be a list of which each item is one of end,",
+            "ContrastConfig.views must be a list in which each item is one of end,",
         ),
         (ContrastConfig, {"normalize": 1}, "ContrastConfig.normalize must be true or false, not 1"),
         (AdaptConfig, {"steps": -1}, "AdaptConfig.steps must be an integer 0 or more, not -1"),
@@ -66,15 +66,15 @@ from tests.helpers.commands import Run, refused
         (BenchConfig, {"share": 0}, "BenchConfig.share must be a number above 0 and at most 1, not 0"),
     ],
 )
-def test_a_wrong_value_is_refused_in_one_line(kind: type[Config], given: dict[str, Any], told: str) -> None:
+def test_invalid_value_is_refused_in_one_line(kind: type[Config], given: dict[str, Any], message: str) -> None:
     with pytest.raises(SelfTPTError) as caught:
         kind(**given)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
     assert len(str(caught.value)) < 250
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_of_numpy_and_integers_become_what_the_field_says() -> None:
+def test_numpy_numbers_and_integers_are_converted_to_the_type_of_the_field() -> None:
     made = LearnConfig(epochs=np.int64(3), lr=np.float32(0.5), ce=1, shots=np.uint8(2))  # type: ignore[arg-type]
     assert ContrastConfig(normalize=np.bool_(False)).normalize is False  # type: ignore[arg-type]
     assert made == LearnConfig(epochs=3, lr=0.5, ce=1.0, shots=2)
@@ -84,12 +84,12 @@ def test_numbers_of_numpy_and_integers_become_what_the_field_says() -> None:
     assert ContrastConfig(views=["end", "hand_crafted"]).views == ("end", "hand_crafted")  # type: ignore[arg-type]
 
 
-def test_the_defaults_are_what_they_are_checked_to_be() -> None:
+def test_default_values_are_valid_and_unchanged() -> None:
     for kind in (ContrastConfig, TrainConfig, LearnConfig, AdaptConfig, PredictConfig, BenchConfig):
         assert repr(kind(**vars(kind()))) == repr(kind())
 
 
-def test_a_field_declared_again_keeps_the_limits_it_does_not_give() -> None:
+def test_redeclared_field_keeps_its_other_limits() -> None:
     @dataclass(frozen=True)
     class Slow(TrainConfig):
         epochs: int = setting(100, "epochs", maximum=200)
@@ -102,7 +102,7 @@ def test_a_field_declared_again_keeps_the_limits_it_does_not_give() -> None:
 
 @dataclass(frozen=True)
 class Outer(Config):
-    """A configuration with one inside."""
+    """A configuration that contains another one."""
 
     learn: LearnConfig = field(default_factory=LearnConfig)
     words: str = setting("a", "words")
@@ -112,26 +112,26 @@ class Outer(Config):
     ("text", "value"),
     [("learn.shots=none", None), ("learn.shots=null", None), ("learn.shots=4", 4), ("learn.chunk= none", None)],
 )
-def test_none_is_typed_as_none_or_null(text: str, value: int | None) -> None:
+def test_none_and_null_are_parsed_as_none(text: str, value: int | None) -> None:
     key, given = parse_setting(text)
     changed = change(Outer(), {key: given})
     assert getattr(changed.learn, key.partition(".")[2]) is value
 
 
-def test_a_typed_zero_means_none_for_one_more_release() -> None:
+def test_zero_is_deprecated_for_none() -> None:
     key, given = parse_setting("learn.shots=0")
     with pytest.warns(SelfTPTWarning, match="0 for shots is deprecated: write none"):
         assert change(Outer(), {key: given}).learn.shots is None
 
 
 @pytest.mark.parametrize("text", ["words=none", "words=1", "learn.lr=none", "learn.epochs=2.0", "learn.shots=false"])
-def test_a_typed_value_of_another_type_is_refused(text: str) -> None:
+def test_value_of_another_type_is_refused(text: str) -> None:
     key, given = parse_setting(text)
     with pytest.raises(SelfTPTError, match=key.rpartition(".")[2]):
         change(Outer(), {key: given})
 
 
-def test_the_command_line_takes_none(run: Run, tmp_path: Path) -> None:
+def test_command_line_accepts_none(run: Run, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     learn = ["learn", nowhere, "--out", tmp_path / "p"]
     answer = run(*learn, "--shots", "none", "--chunk", "none")

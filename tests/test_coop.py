@@ -25,7 +25,7 @@ from tests.oracle.reference_sgd import minimise
 
 
 def context_of(shots: int, classes: int) -> FitContext:
-    """A context with features of `shots` images per class, but a single one of the first class."""
+    """Return a context with features of `shots` images per class, but only one image of the first class."""
     labels = [0, *(label for label in range(1, classes) for _ in range(shots))]
     names = [f"class {label}" for label in range(classes)]
     return FitContext(model(), Source.from_features(torch.zeros(len(labels), 24), labels, names))
@@ -41,19 +41,19 @@ def test_recipe_of_coop_sets_epochs_by_shots_and_classes(shots: int, classes: in
     assert found == LearnConfig(cpt=0, gm=0, batch=32, epochs=epochs, lr=0.002, length=4, words="a photo of a")
 
 
-def test_recipe_of_coop_counts_the_shots_that_are_taken() -> None:
+def test_recipe_of_coop_counts_the_shots_that_are_used() -> None:
     few = changed(CoopConfig(recipe="coop"), shots=1)
     assert train_config(context_of(16, 50), few).epochs == 50
 
 
-def test_recipe_of_the_paper() -> None:
+def test_recipe_of_the_paper_has_its_settings() -> None:
     assert train_config(context_of(16, 50), CoopConfig()) == LearnConfig(cpt=0, gm=0)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(("epochs", "batch"), [(30, 8), (10, 4)])
 def test_given_batch_and_epochs_override_the_recipe(order: int, epochs: int, batch: int) -> None:
-    """Also the values that are the defaults of the paper's recipe."""
+    """Also if the given values are the defaults of the paper's recipe."""
     changes = [("recipe", "coop"), ("learn.epochs", epochs), ("learn.batch", batch), ("learn.lr", 0.1)]
     config = configure(COOP, dict(changes[::order]))
     assert train_config(context_of(16, 50), config) == LearnConfig(cpt=0, gm=0, batch=batch, epochs=epochs, lr=0.1)
@@ -62,8 +62,8 @@ def test_given_batch_and_epochs_override_the_recipe(order: int, epochs: int, bat
 
 
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip", "clipa"])
-def test_context_without_words_is_drawn(kind: str) -> None:
-    """CoOp's few-shot paper starts from 16 vectors of N(0, 0.02)."""
+def test_context_without_words_is_random(kind: str) -> None:
+    """CoOp's few-shot recipe starts from 16 vectors with standard deviation 0.02."""
     config = configure(COOP, dict(map(parse_setting, ["learn.words=", "learn.length=16"])))
     found = initial_context(model(kind), config.learn.length, config.learn.words, torch.Generator().manual_seed(1))
     assert found.shape == (16, model(kind).text.width)
@@ -71,7 +71,7 @@ def test_context_without_words_is_drawn(kind: str) -> None:
 
 
 def test_training_equals_plain_steps_in_batches_of_the_recipe(tmp_path: Path) -> None:
-    """Nine images are one batch of CoOp's recipe, and two of the paper's."""
+    """Nine images are one batch of CoOp's recipe and two batches of the paper's."""
     config = changed(CoopConfig(recipe="coop"), epochs=3, lr=0.05, warmup_lr=0.01, length=2, words="")
     context, exact = make_context(tmp_path), small("vit", torch.float64)
     names = [name.replace("_", " ") for name in context.source.names]
@@ -83,10 +83,10 @@ def test_training_equals_plain_steps_in_batches_of_the_recipe(tmp_path: Path) ->
 
     start = torch.empty(2, 32).normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     data = train_data(context, train_config(context, config))
-    (wanted,) = minimise([start], gradients, *data, epochs=3, batch=9, lr=0.05, warmup=0.01)
+    (expected,) = minimise([start], gradients, *data, epochs=3, batch=9, lr=0.05, warmup=0.01)
     found = COOP.fit(context, config).tensors["context"]
-    assert (found - wanted).norm() < 2e-4 * wanted.norm()
-    assert (wanted - start).norm() > 0.1 * wanted.norm()
+    assert (found - expected).norm() < 2e-4 * expected.norm()
+    assert (expected - start).norm() > 0.1 * expected.norm()
 
 
 def test_protocol_epochs_apply_to_the_recipe_of_the_paper() -> None:

@@ -1,4 +1,4 @@
-"""Datasets: layouts, splits, names, few-shot draws, parts of them, and what can be wrong with them."""
+"""Datasets: layouts, splits, class names, few-shot samples, subsets, and error messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = {
     "imagenet_a": ("tiger shark", "hammerhead shark", "electric ray"),
     "imagenet_r": ("tiger shark", "hammerhead shark", "electric ray"),
 }
-SIZES = {  # classes; images to train, validate, test
+SIZES = {  # number of classes, then of training, validation and test images
     "imagenet": (1000, 1281167, None, 50000),
     "caltech101": (100, 4128, 1649, 2465),
     "oxford_pets": (37, 2944, 736, 3669),
@@ -59,7 +59,7 @@ SIZES = {  # classes; images to train, validate, test
     "imagenet_a": (200, None, None, 7500),
     "imagenet_r": (200, None, None, 30000),
 }
-SENTENCES = {
+TEMPLATES = {
     "oxford_pets": "a photo of a {}, a type of pet.",
     "oxford_flowers": "a photo of a {}, a type of flower.",
     "fgvc_aircraft": "a photo of a {}, a type of aircraft.",
@@ -71,7 +71,7 @@ SENTENCES = {
 
 
 def per_class(source: Source | None) -> set[int]:
-    """The numbers of images that classes have."""
+    """Return the set of numbers of images per class."""
     assert source is not None
     assert sorted(set(source.labels)) == list(range(len(source.names)))
     return set(Counter(source.labels).values())
@@ -85,24 +85,24 @@ def refused(name: str, data: Path | None, *words: str) -> None:
         assert word in str(error.value)
 
 
-# The fifteen
+# The 15 datasets of the paper
 
 
-def test_the_table_is_the_papers() -> None:
+def test_table_has_the_datasets_templates_and_sizes_of_the_paper() -> None:
     assert list(DATASETS) == list(NAMES)
-    assert {name: spec.template for name, spec in DATASETS.items() if spec.template != "a photo of a {}."} == SENTENCES
+    assert {name: spec.template for name, spec in DATASETS.items() if spec.template != "a photo of a {}."} == TEMPLATES
     assert {name: spec.size for name, spec in DATASETS.items()} == SIZES
     assert [spec.title for spec in DATASETS.values()][1:5] == ["Caltech101", "OxfordPets", "StanfordCars", "Flowers102"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_are_read(tmp_path: Path, name: str) -> None:
+def test_every_dataset_is_read(tmp_path: Path, name: str) -> None:
     root = make_tree(tmp_path, name)
     dataset = read_dataset(name, tmp_path)
     assert (dataset.name, dataset.title, dataset.root) == (name, DATASETS[name].title, root)
     assert dataset.test.names == NAMES[name]
-    assert dataset.template == SENTENCES.get(name, "a photo of a {}.")
-    assert not dataset.published  # tiny
+    assert dataset.template == TEMPLATES.get(name, "a photo of a {}.")
+    assert not dataset.published  # the generated copies are too small
     sources = [dataset.test]
     if name in LISTED:
         assert per_class(dataset.test) == {3}
@@ -118,7 +118,7 @@ def test_all_are_read(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LISTED if name != "fgvc_aircraft"])
-def test_the_published_split_is_taken_as_it_is(tmp_path: Path, name: str) -> None:
+def test_published_split_is_used_unchanged(tmp_path: Path, name: str) -> None:
     root = make_tree(tmp_path, name)
     dataset = read_dataset(name, tmp_path)
     assert dataset.split == DATASETS[name].split
@@ -144,7 +144,7 @@ def test_the_published_split_is_taken_as_it_is(tmp_path: Path, name: str) -> Non
         ("imagenet_a", Size(3, None, None, 7), False),
     ],
 )
-def test_published_is_the_split_and_its_size(
+def test_dataset_is_published_if_split_and_sizes_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, size: Size, published: bool
 ) -> None:
     make_tree(tmp_path, name)
@@ -152,7 +152,9 @@ def test_published_is_the_split_and_its_size(
     assert read_dataset(name, tmp_path).published == published
 
 
-def test_another_split_of_the_published_size_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_with_another_split_of_the_published_size_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (make_tree(tmp_path, "dtd") / "split_zhou_DescribableTextures.json").unlink()
     monkeypatch.setitem(DATASETS, "dtd", replace(DATASETS["dtd"], size=Size(2, 10, 4, 6)))
     dataset = read_dataset("dtd", tmp_path)
@@ -162,8 +164,8 @@ def test_another_split_of_the_published_size_is_not_published(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["oxford_pets", "food101", "sun397", "dtd", "ucf101"])
-def test_official_lists_stand_in_for_the_split_file(tmp_path: Path, name: str) -> None:
-    """The same test images, labels and names; train is all that is not for testing, but in DTD."""
+def test_official_lists_replace_a_missing_split_file(tmp_path: Path, name: str) -> None:
+    """Test images, labels and names are the same. Except in DTD, all other images are training images."""
     root = make_tree(tmp_path, name)
     published = read_dataset(name, tmp_path)
     (root / str(DATASETS[name].split)).unlink()
@@ -174,8 +176,8 @@ def test_official_lists_stand_in_for_the_split_file(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ["caltech101", "oxford_pets", "food101", "sun397", "dtd", "eurosat", "ucf101"])
-def test_a_split_is_made_where_there_is_none(tmp_path: Path, name: str) -> None:
-    """By half, a fifth and the rest of each class; the same each time; names are edited as the published ones are."""
+def test_split_is_created_without_split_file_and_lists(tmp_path: Path, name: str) -> None:
+    """Each class is split 50/20/30 %, deterministically, and class names are edited as in the published split."""
     root = make_tree(tmp_path, name)
     (root / str(DATASETS[name].split)).unlink()
     for folder in ("annotations", "meta", "labels", "ucfTrainTestlist"):
@@ -190,14 +192,14 @@ def test_a_split_is_made_where_there_is_none(tmp_path: Path, name: str) -> None:
     assert per_class(made.test) == {3}
     assert made.train is not None
     assert not {*made.train.paths} & {*made.test.paths}
-    called = {pattern.rpartition("/")[0]: name.replace("_", " ") for pattern, name in LISTED[name]}
+    name_of_folder = {pattern.rpartition("/")[0]: name.replace("_", " ") for pattern, name in LISTED[name]}
     if name != "oxford_pets":
         for path, label in zip(made.test.paths, made.test.labels, strict=True):
             folder = path.parent.relative_to(root / DATASETS[name].image_folder).as_posix()
-            assert made.test.names[label] == called[folder]
+            assert made.test.names[label] == name_of_folder[folder]
 
 
-def test_the_made_split_by_hand(tmp_path: Path) -> None:
+def test_created_split_shuffles_each_class_with_seed_1(tmp_path: Path) -> None:
     make_photos(tmp_path / "mine", ("a", "b"), each=7)
     dataset = read_dataset(str(tmp_path / "mine"), None)
     random.seed(1)
@@ -205,7 +207,7 @@ def test_the_made_split_by_hand(tmp_path: Path) -> None:
     for name in ("a", "b"):
         files = [tmp_path / "mine" / name / f"{i}.png" for i in range(7)]
         random.shuffle(files)
-        train += files[:4]  # 3.5 to the even number
+        train += files[:4]  # 3.5 is rounded to the even number
         test += files[5:]
     assert dataset.train is not None
     assert list(dataset.train.paths) == train
@@ -213,34 +215,34 @@ def test_the_made_split_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("each", [2, 3, 4, 5])
-def test_few_images_are_still_for_both(tmp_path: Path, each: int) -> None:
+def test_created_split_puts_images_of_small_classes_in_both_parts(tmp_path: Path, each: int) -> None:
     make_photos(tmp_path / "mine", each=each)
     dataset = read_dataset(str(tmp_path / "mine"), None)
     assert min(per_class(dataset.train)) >= 1
     assert min(per_class(dataset.test)) >= 1
 
 
-# ImageNet and its kin
+# ImageNet and its variants
 
 
-def test_imagenet_is_sorted(tmp_path: Path) -> None:
+def test_imagenet_images_are_sorted_by_name(tmp_path: Path) -> None:
     make_tree(tmp_path, "imagenet")
     train = read_dataset("imagenet", tmp_path).train
     assert train is not None
     assert [path.name for path in train.paths[:3]] == [f"n01440764_{i}.JPEG" for i in (10, 2, 3)]
 
 
-def test_imagenet_without_training_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imagenet_is_read_without_training_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(make_tree(tmp_path, "imagenet") / "images" / "train")
     monkeypatch.setitem(DATASETS, "imagenet", replace(DATASETS["imagenet"], size=Size(12, 36, None, 24)))
     dataset = read_dataset("imagenet", tmp_path)
     assert dataset.train is None
-    assert dataset.published  # what there is of it
+    assert dataset.published  # only the images that exist are compared
     with pytest.raises(SelfTPTError, match="no training images"):
         dataset.few_shot(16, 1)
 
 
-def test_imagenetv2_counts(tmp_path: Path) -> None:
+def test_imagenetv2_folders_are_sorted_by_number(tmp_path: Path) -> None:
     """Folder 10 comes after folder 9, not after folder 1."""
     make_tree(tmp_path, "imagenetv2")
     test = read_dataset("imagenetv2", tmp_path).test
@@ -249,7 +251,7 @@ def test_imagenetv2_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["imagenetv2", "imagenet_a", "imagenet_r", "imagenet_sketch"])
-def test_class_names_may_lie_with_imagenet(tmp_path: Path, name: str) -> None:
+def test_class_names_are_read_from_the_imagenet_folder(tmp_path: Path, name: str) -> None:
     root = make_tree(tmp_path, name)
     (root / "classnames.txt").unlink()
     refused(name, tmp_path, "classnames.txt", str(root))
@@ -257,7 +259,7 @@ def test_class_names_may_lie_with_imagenet(tmp_path: Path, name: str) -> None:
     assert read_dataset(name, tmp_path).test.names == NAMES[name]
 
 
-def test_equal_names_of_imagenet_and_a_readme(tmp_path: Path) -> None:
+def test_duplicate_imagenet_names_and_extra_files_are_accepted(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "imagenet_r")
     (root / "imagenet-r" / "README.txt").write_text("about")
     (root / "imagenet-r" / "n01491361" / "._0.jpg").write_text("not a image")
@@ -268,39 +270,39 @@ def test_equal_names_of_imagenet_and_a_readme(tmp_path: Path) -> None:
     assert per_class(test) == {2}
 
 
-def unsorted_val(root: Path) -> str:
+def flatten_val(root: Path) -> str:
     for folder in (root / "images" / "val").iterdir():
         shutil.rmtree(folder)
     return "sort its images"
 
 
-def unnamed(root: Path) -> str:
+def remove_class_names(root: Path) -> str:
     (root / "classnames.txt").write_text("n01440764 tench\n")
     return "n01443537 is of no class"
 
 
-def empty_class(root: Path) -> str:
+def empty_a_class(root: Path) -> str:
     shutil.rmtree(root / "images" / "val" / "n01440764")
     (root / "images" / "val" / "n01440764").mkdir()
     return "n01440764 has no image"
 
 
-def fewer_to_train(root: Path) -> str:
+def remove_training_class(root: Path) -> str:
     shutil.rmtree(root / "images" / "train" / "n01440764")
-    return "not the same 12 classes"
+    return "must have the same classes"
 
 
-@pytest.mark.parametrize("spoil", [unsorted_val, unnamed, empty_class, fewer_to_train])
-def test_wrong_imagenets(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
-    refused("imagenet", tmp_path, spoil(make_tree(tmp_path, "imagenet")))
+@pytest.mark.parametrize("damage", [flatten_val, remove_class_names, empty_a_class, remove_training_class])
+def test_incomplete_imagenet_is_refused(tmp_path: Path, damage: Callable[[Path], str]) -> None:
+    refused("imagenet", tmp_path, damage(make_tree(tmp_path, "imagenet")))
 
 
-# What can be wrong
+# Errors
 
 
-def test_missing_folders(tmp_path: Path) -> None:
+def test_missing_folders_are_refused(tmp_path: Path) -> None:
     refused("dtd", None, "--data")
-    refused("dtd", tmp_path / "nowhere", "no data folder", "nowhere")
+    refused("dtd", tmp_path / "nowhere", "does not exist", "nowhere")
     refused(
         "dtd",
         tmp_path,
@@ -312,19 +314,19 @@ def test_missing_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["stanford_cars", "oxford_flowers"])
-def test_labels_in_matlab_files(tmp_path: Path, name: str) -> None:
+def test_labels_in_matlab_files_are_refused(tmp_path: Path, name: str) -> None:
     root = make_tree(tmp_path, name)
     (root / str(DATASETS[name].split)).unlink()
     (root / "imagelabels.mat").write_bytes(b"")
     refused(name, tmp_path, ".mat", str(DATASETS[name].split), str(root))
 
 
-def test_aircraft_without_lists(tmp_path: Path) -> None:
+def test_aircraft_without_lists_is_refused(tmp_path: Path) -> None:
     (make_tree(tmp_path, "fgvc_aircraft") / "variants.txt").unlink()
     refused("fgvc_aircraft", tmp_path, "variants.txt", "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/")
 
 
-def test_a_list_of_an_unknown_class(tmp_path: Path) -> None:
+def test_list_with_an_unknown_class_is_refused(tmp_path: Path) -> None:
     (make_tree(tmp_path, "fgvc_aircraft") / "variants.txt").write_text("707-320\nAn-12\n")
     refused("fgvc_aircraft", tmp_path, "Cessna 172", "variants.txt")
 
@@ -339,19 +341,19 @@ SPLIT = {
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ("[]", 'no list "train"'),
         (b"\xff\xfe\x00", "not a text"),
         ({**SPLIT, "test": []}, 'no list "test"'),
         ({"train": SPLIT["train"]}, 'no list "test"'),
         ({**SPLIT, "test": [["a_8.jpg", 0]]}, '["a_8.jpg", 0] in "test" is not of the form'),
         ({**SPLIT, "test": [["a_8.jpg", "0", "a"]]}, "is not of the form"),
-        ({**SPLIT, "test": [["a_8.jpg", 3, "d"]]}, "no image has label 2, and others go up to 3"),
+        ({**SPLIT, "test": [["a_8.jpg", 3, "d"]]}, "no image has label 2, but the labels go up to 3"),
         ({**SPLIT, "test": [["a_8.jpg", 0, "c"]]}, "label 0 has two names, 'a' and 'c'"),
         (SPLIT, "4 of the 4 images"),
     ],
 )
-def test_wrong_split_files(tmp_path: Path, content: Any, words: str) -> None:
+def test_invalid_split_file_is_refused(tmp_path: Path, content: Any, words: str) -> None:
     root = make_tree(tmp_path, "oxford_pets")
     file = root / "split_zhou_OxfordPets.json"
     if isinstance(content, bytes):
@@ -361,28 +363,28 @@ def test_wrong_split_files(tmp_path: Path, content: Any, words: str) -> None:
     refused("oxford_pets", tmp_path, str(file), words)
 
 
-def test_missing_images(tmp_path: Path) -> None:
+def test_split_with_missing_images_is_refused(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "eurosat")
     first, second = root / "2750" / "AnnualCrop" / "AnnualCrop_2.jpg", root / "2750" / "Forest" / "Forest_9.jpg"
     first.unlink()
     second.unlink()
     refused("eurosat", tmp_path, "2 of the 32 images", f"the first is {first}", "split_zhou_EuroSAT.json", "get them")
     (root / "split_zhou_EuroSAT.json").unlink()
-    assert read_dataset("eurosat", tmp_path).split.startswith("made here")  # of what is there
+    assert read_dataset("eurosat", tmp_path).split.startswith("made here")  # from the existing images
 
 
-def test_missing_folder_of_images(tmp_path: Path) -> None:
+def test_missing_image_folder_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(make_tree(tmp_path, "stanford_cars") / "cars_train")
     refused("stanford_cars", tmp_path, "16 of the 16 images", "https://ai.stanford.edu")
 
 
-def test_validation_images_are_not_needed(tmp_path: Path) -> None:
+def test_missing_validation_images_are_ignored(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "dtd")
     (root / "images" / "banded" / "banded_0006.jpg").unlink()
     assert per_class(read_dataset("dtd", tmp_path).train) == {5}
 
 
-def test_two_folders_of_one_name(tmp_path: Path) -> None:
+def test_two_folders_with_the_same_class_name_are_refused(tmp_path: Path) -> None:
     root = make_tree(tmp_path, "caltech101")
     (root / "split_zhou_Caltech101.json").unlink()
     shutil.copytree(root / "101_ObjectCategories" / "cougar_body", root / "101_ObjectCategories" / "cougar body")
@@ -390,13 +392,13 @@ def test_two_folders_of_one_name(tmp_path: Path) -> None:
     refused(str(make_photos(tmp_path / "mine", ("red fox", "red_fox"))), None, "'red fox' and 'red_fox' are both")
 
 
-def test_no_class_folders(tmp_path: Path) -> None:
+def test_folder_without_class_folders_is_refused(tmp_path: Path) -> None:
     (tmp_path / "eurosat" / "2750").mkdir(parents=True)
     refused("eurosat", tmp_path, "images of 0 classes", "2750")
 
 
-def test_locked_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests may run as root, whom nothing is locked to."""
+def test_unreadable_folders_and_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permission errors are simulated, because the tests may run as root."""
     root = make_tree(tmp_path, "dtd")
     list_folder = os.listdir
 
@@ -416,11 +418,11 @@ def test_locked_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused("dtd", tmp_path, "cannot read", "split_zhou_DescribableTextures.json", "Permission denied")
 
 
-# Few shots
+# Few-shot samples
 
 
-def test_few_shots_by_the_published_rule(tmp_path: Path) -> None:
-    """Classes in order of appearance, a sample of each, from one stream; a class of fewer images is taken whole."""
+def test_few_shot_samples_follow_the_published_rule(tmp_path: Path) -> None:
+    """One generator samples the classes in order of appearance; classes with too few images are used completely."""
     order = {"kite": 2, "ant": 0, "bee": 1}
     files = {name: [f"{name}/{i}.png" for i in range(2 if name == "bee" else 6)] for name in order}
     for path in (path for paths in files.values() for path in paths):
@@ -440,16 +442,16 @@ def test_few_shots_by_the_published_rule(tmp_path: Path) -> None:
     assert published
 
 
-def test_few_shots_as_published() -> None:
-    """The places of the images that the published lists of Oxford Pets have, 16 shots, seed 1, its first two classes.
+def test_few_shot_samples_equal_the_published_lists() -> None:
+    """The expected positions are those of the published Oxford Pets lists: 16 shots, seed 1, the first two classes.
 
-    Each class has 80 images to train with.
+    Each class has 80 training images.
     """
-    rows = [(Path(f"{label}/{place}"), label) for label in range(37) for place in range(80)]
+    rows = [(Path(f"{label}/{position}"), label) for label in range(37) for position in range(80)]
     source = Source(tuple(map(str, range(37))), tuple(path for path, _ in rows), tuple(label for _, label in rows))
-    places = [int(path.name) for path in source.few(16, 1).paths[:32]]
-    assert places[:16] == [17, 72, 8, 32, 15, 63, 57, 60, 48, 26, 12, 62, 3, 49, 55, 0]
-    assert places[16:] == [57, 34, 29, 75, 13, 40, 3, 2, 73, 69, 1, 48, 27, 54, 71, 28]
+    positions = [int(path.name) for path in source.few(16, 1).paths[:32]]
+    assert positions[:16] == [17, 72, 8, 32, 15, 63, 57, 60, 48, 26, 12, 62, 3, 49, 55, 0]
+    assert positions[16:] == [57, 34, 29, 75, 13, 40, 3, 2, 73, 69, 1, 48, 27, 54, 71, 28]
 
 
 @pytest.fixture
@@ -458,16 +460,16 @@ def pets(tmp_path: Path) -> Dataset:
     return read_dataset("oxford_pets", tmp_path)
 
 
-def test_all_shots(pets: Dataset) -> None:
+def test_no_shot_limit_gives_all_training_images(pets: Dataset) -> None:
     assert pets.few_shot(None, 1) == (pets.train, "all training images", True)
 
 
-def test_a_published_few_shot_list_comes_first(pets: Dataset) -> None:
-    rows = [rows_of("oxford_pets")["train"][place] for place in (6, 1, 13)]
+def test_few_shot_list_in_the_folder_is_preferred(pets: Dataset) -> None:
+    rows = [rows_of("oxford_pets")["train"][position] for position in (6, 1, 13)]
     (pets.root / "fewshot_1_seed2.json").write_text(json.dumps({"train": rows}))
     source, where, published = pets.few_shot(1, 2)
     assert where == "fewshot_1_seed2.json"
-    assert not published  # it is not what the rule draws from this split
+    assert not published  # the list is not the sample that the rule gives for this split
     assert source.paths == tuple(pets.root / "images" / path for path, _, _ in rows)
     assert source.labels == (1, 0, 2)
     assert source.names == pets.test.names
@@ -481,20 +483,20 @@ def test_a_published_few_shot_list_comes_first(pets: Dataset) -> None:
         (lambda rows: [[path, label, name.upper()] for path, label, name in rows], "other classes than OxfordPets"),
         (lambda rows: [[f"not_{path}", label, name] for path, label, name in rows], "3 of the 3 images"),
         (lambda rows: {}, 'no list "train"'),
-        (lambda rows: [*rows, rows_of("oxford_pets")["test"][0]], "does not train with"),
+        (lambda rows: [*rows, rows_of("oxford_pets")["test"][0]], "is no training image of"),
     ],
 )
-def test_wrong_few_shot_lists(pets: Dataset, change: Callable[[Any], Any], words: str) -> None:
+def test_invalid_few_shot_list_is_refused(pets: Dataset, change: Callable[[Any], Any], words: str) -> None:
     rows = rows_of("oxford_pets")["train"][::5]
     (pets.root / "fewshot_1_seed1.json").write_text(json.dumps({"train": change(rows)}))
     with pytest.raises(SelfTPTError, match=words):
         pets.few_shot(1, 1)
 
 
-# A user's own
+# User datasets
 
 
-def test_own_folder_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_class_folders_is_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_photos(tmp_path / "my_images")
     monkeypatch.chdir(tmp_path)
     dataset = read_dataset("./my_images", None)
@@ -504,7 +506,7 @@ def test_own_folder_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read_dataset("my_images", tmp_path) == replace(dataset, root=Path("my_images"))
 
 
-def test_own_train_and_test(tmp_path: Path) -> None:
+def test_train_and_test_folders_are_a_dataset(tmp_path: Path) -> None:
     make_photos(tmp_path / "mine" / "train", each=2)
     make_photos(tmp_path / "mine" / "test", each=1)
     dataset = read_dataset(str(tmp_path / "mine"), None)
@@ -517,7 +519,7 @@ def test_own_train_and_test(tmp_path: Path) -> None:
     refused(str(tmp_path / "mine"), None, "'kite' is in only one")
 
 
-def test_own_split_file(tmp_path: Path) -> None:
+def test_split_file_defines_a_user_dataset(tmp_path: Path) -> None:
     make_photos(tmp_path)
     rows = {
         "train": [["kite/0.png", 1, "paper_kite"], ["red_fox/0.png", 0, "fox"]],
@@ -532,7 +534,7 @@ def test_own_split_file(tmp_path: Path) -> None:
     refused(str(tmp_path), None, "1 of the 3 images", str(tmp_path / "kite" / "1.png"))
 
 
-def test_own_folders_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_user_datasets_are_refused(tmp_path: Path) -> None:
     make_photos(tmp_path / "halfway" / "train")
     make_photos(tmp_path / "halfway" / "val")
     refused(str(tmp_path / "halfway"), None, "both train and test")
@@ -540,16 +542,16 @@ def test_own_folders_that_cannot_be(tmp_path: Path) -> None:
     refused(str(make_photos(tmp_path / "one", ("cat",))), None, "at least two")
 
 
-# Parts
+# Subsets
 
 
 def source(labels: str, names: str = "abcde") -> Source:
-    """A image for each digit, which is its label; its path says place and label."""
+    """Return a source with one image per digit; the digit is its label, and its path has its position and label."""
     return Source(tuple(names), tuple(Path(f"{i}-{c}") for i, c in enumerate(labels)), tuple(map(int, labels)))
 
 
-def test_halves_by_hand() -> None:
-    """Of five classes the first three are base."""
+def test_first_half_of_the_classes_is_base() -> None:
+    """Three of five classes are base classes."""
     whole = source("4021310")
     paths = [str(path) for path in whole.paths]
     assert half(whole, new=False) == Source(
@@ -558,7 +560,7 @@ def test_halves_by_hand() -> None:
     assert half(whole, new=True) == Source(("d", "e"), (Path("0-4"), Path("4-3")), (1, 0))
 
 
-def test_a_limit_takes_turns() -> None:
+def test_limit_takes_images_of_all_classes_in_turn() -> None:
     whole = source("000021120")
     assert sorted(limit(whole, 3).labels) == [0, 1, 2]
     assert [str(path) for path in limit(whole, 6).paths] == ["0-0", "1-0", "4-2", "5-1", "6-1", "7-2"]
@@ -570,15 +572,15 @@ def test_a_limit_takes_turns() -> None:
         limit(whole, 0)
 
 
-def test_a_limit_below_the_number_of_classes_is_of_all_kinds() -> None:
-    """Not the first of the list, which in ImageNet are all animals."""
+def test_limit_below_the_number_of_classes_spreads_over_the_class_list() -> None:
+    """The first classes of ImageNet are all animals."""
     whole = Source(tuple(map(str, range(1000))), tuple(Path(str(i)) for i in range(1000)), tuple(range(1000)))
     labels = limit(whole, 100).labels
     assert labels == tuple(sorted(labels))
     assert all(any(low <= label < low + 250 for label in labels) for low in range(0, 1000, 250))
 
 
-def test_fractions_of_each_class() -> None:
+def test_fraction_applies_to_each_class() -> None:
     whole = source("0" * 16 + "1" * 16 + "2" * 2)
     parts = [fraction(whole, share, 1) for share in (0.25, 0.5, 0.75, 1)]
     assert [Counter(part.labels) for part in parts] == [
@@ -596,7 +598,7 @@ def test_fractions_of_each_class() -> None:
             fraction(whole, share, 1)
 
 
-def test_some_classes_keep_their_order() -> None:
+def test_sampled_classes_keep_their_order() -> None:
     whole = source("0123401234")
     random.seed(5)
     kept = sorted(random.sample(range(5), 3))
@@ -610,11 +612,11 @@ def test_some_classes_keep_their_order() -> None:
             some_classes(whole, count, 1)
 
 
-# The list
+# The `datasets` command
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_list_is_for_readers(
+def test_list_fits_the_terminal_width(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -634,39 +636,39 @@ def test_the_list_is_for_readers(
     assert "imagenet_a https://github.com/hendrycks/natural-adv-examples in imagenet-adversarial/imagenet-a" in text
 
 
-def test_the_list_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_tree(tmp_path, "imagenet_r")
     (tmp_path / "dtd" / "images").mkdir(parents=True)
     listing.command(tmp_path, as_json=True)
-    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert list(told) == list(DATASETS)
-    assert told["imagenet_r"]["found"] == {
+    listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert list(listed) == list(DATASETS)
+    assert listed["imagenet_r"]["found"] == {
         "classes": 3,
         "train": None,
         "test": 6,
         "split": "the folder imagenet-r",
         "published": False,
     }
-    assert told["dtd"]["state"] == "broken"
-    assert "two at least" in told["dtd"]["problem"]
-    assert told["sun397"]["state"] == "missing"
-    assert told["sun397"]["published"] == {"classes": 397, "train": 15880, "val": 3970, "test": 19850}
-    assert told["sun397"]["folder"] == "sun397/SUN397"
+    assert listed["dtd"]["state"] == "broken"
+    assert "at least two" in listed["dtd"]["problem"]
+    assert listed["sun397"]["state"] == "missing"
+    assert listed["sun397"]["published"] == {"classes": 397, "train": 15880, "val": 3970, "test": 19850}
+    assert listed["sun397"]["folder"] == "sun397/SUN397"
 
 
-def test_the_list_without_data(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_list_without_data_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     listing.command()
     out = capsys.readouterr().out
     assert "missing" not in out
     assert all(spec.page in out for spec in DATASETS.values())
-    with pytest.raises(SelfTPTError, match="no data folder"):
+    with pytest.raises(SelfTPTError, match="does not exist"):
         listing.command(tmp_path / "nowhere")
 
 
-def test_the_check_of_split_files(
+def test_check_splits_reports_differences_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equal counts are exit code 0, others 1, no split files 2; a whole split file comes before a trimmed one."""
+    """The exit code is 0 for equal counts, 1 for others, 2 without split files; a full split file is preferred."""
     root = make_tree(tmp_path, "food101")
     (root / "full").mkdir()
     shutil.move(root / "split_zhou_Food101.json", root / "full")
@@ -682,4 +684,4 @@ def test_the_check_of_split_files(
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(script, run_name="__main__")
     assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("error: there is no split file below")
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'nowhere'} contains no split file")

@@ -1,4 +1,4 @@
-"""Code paths of a GPU on an imitated one, which refuses what a GPU refuses and computes what the CPU computes."""
+"""Device handling, tested on a simulated GPU that rejects what a GPU rejects and computes on the CPU."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def gpu() -> Iterator[torch.device]:
         yield device
 
 
-def on(device: torch.device | str, kind: str = "vit") -> Model:
-    """A small model with a copy of its weights on a device."""
+def model_on(device: torch.device | str, kind: str = "vit") -> Model:
+    """Return a small model whose weights are copied to a device."""
     made = small(kind)
     return Model(copy.deepcopy(made.clip), made.tokenizer, made.model.id, made.spec.dimension, str(device), "fp32")
 
@@ -41,29 +41,29 @@ def on(device: torch.device | str, kind: str = "vit") -> Model:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda here: here + torch.ones(3),
-        lambda here: torch.stack([here, torch.ones(3)]),
-        lambda here: here.numpy(),
-        lambda here: here.uniform_(generator=torch.Generator()),
-        lambda here: torch.randn(3, device=here.device, generator=torch.Generator()),
-        lambda here: torch.randn(3, generator=torch.Generator(here.device)),
-        lambda here: here.requires_grad_().to("cpu").dot(here),
+        lambda tensor: tensor + torch.ones(3),
+        lambda tensor: torch.stack([tensor, torch.ones(3)]),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.uniform_(generator=torch.Generator()),
+        lambda tensor: torch.randn(3, device=tensor.device, generator=torch.Generator()),
+        lambda tensor: torch.randn(3, generator=torch.Generator(tensor.device)),
+        lambda tensor: tensor.requires_grad_().to("cpu").dot(tensor),
     ],
 )
-def test_what_a_gpu_refuses_is_refused(wrong: Callable[[Tensor], object], gpu: torch.device) -> None:
+def test_simulated_gpu_rejects_invalid_operations(wrong: Callable[[Tensor], object], gpu: torch.device) -> None:
     with pytest.raises(DeviceError):
         wrong(torch.zeros(3, device=gpu))
 
 
-def test_what_a_gpu_allows_is_allowed(gpu: torch.device) -> None:
-    here = torch.arange(6.0, device=gpu).view(2, 3)
-    assert here.device == gpu
-    assert (here * torch.tensor(2.0)).device == gpu
-    assert here[torch.tensor([1])].device == gpu
-    assert here.cpu().numpy().tolist() == here.tolist()
-    assert here.cpu().device == torch.device("cpu")
+def test_simulated_gpu_allows_valid_operations(gpu: torch.device) -> None:
+    tensor = torch.arange(6.0, device=gpu).view(2, 3)
+    assert tensor.device == gpu
+    assert (tensor * torch.tensor(2.0)).device == gpu
+    assert tensor[torch.tensor([1])].device == gpu
+    assert tensor.cpu().numpy().tolist() == tensor.tolist()
+    assert tensor.cpu().device == torch.device("cpu")
     leaf = torch.ones(3, requires_grad=True)
-    (grad,) = torch.autograd.grad((here @ leaf.to(gpu)).square().sum(), leaf, create_graph=True)
+    (grad,) = torch.autograd.grad((tensor @ leaf.to(gpu)).square().sum(), leaf, create_graph=True)
     assert grad.device == leaf.device
     grad.sum().backward()
     assert leaf.grad is not None
@@ -71,9 +71,9 @@ def test_what_a_gpu_allows_is_allowed(gpu: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
-def test_the_three_stages(kind: str, tmp_path: Path) -> None:
+def test_learn_adapt_and_predict_on_gpu_equal_cpu(kind: str, tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
-    asked = images_in(photos)[:3]
+    images = images_in(photos)[:3]
 
     def stages(model: Model) -> list[Tensor]:
         prompt = selftpt.learn(model, photos, LearnConfig(epochs=2, classes_per_step=2))
@@ -82,39 +82,39 @@ def test_the_three_stages(kind: str, tmp_path: Path) -> None:
             selftpt.zero_shot(model, NAMES),
             selftpt.adapt(model, prompt, NAMES, AdaptConfig(steps=2, chunk=2)),
         ):
-            answers = [list(made.predict(asked, config=PredictConfig(views=views))) for views in (1, 3)]
-            found += [made.weights.cpu(), *(torch.tensor([a.probabilities for a in each]) for each in answers)]
+            predictions = [list(made.predict(images, config=PredictConfig(views=views))) for views in (1, 3)]
+            found += [made.weights.cpu(), *(torch.tensor([p.probabilities for p in each]) for each in predictions)]
         return found
 
-    wanted = stages(on("cpu", kind))
+    expected = stages(model_on("cpu", kind))
     with pretend_device() as gpu:
-        found = stages(on(gpu, kind))
-    for one, other in zip(found, wanted, strict=True):
+        found = stages(model_on(gpu, kind))
+    for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method(name: str, data: Data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
+def test_every_method_on_gpu_equals_cpu(name: str, data: Data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: F811
     method, source = METHODS[name], data.folder / "source"
 
-    def answers(model: Model, cache: str) -> Tensor:
+    def probabilities(model: Model, cache: str) -> Tensor:
         monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / cache))
         train_set = Source.from_folder(source) if method.needs_labels else None
         context = FitContext(model, train_set, tmp_path / cache / "learned", Cache())
         predictor = method.fit(context, small_config(name, data)).for_classes(NAMES)
         return torch.tensor([answer.probabilities for answer in predictor.predict(data.images, top=3)])
 
-    wanted = answers(on("cpu"), "cpu")
+    expected = probabilities(model_on("cpu"), "cpu")
     with pretend_device() as gpu:
-        found = answers(on(gpu), "gpu")
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+        found = probabilities(model_on(gpu), "gpu")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
 def test_features_are_on_the_device_and_class_vectors_are_moved_once(tmp_path: Path) -> None:
     images = images_in(make_photos(tmp_path / "photos"))
     with pretend_device() as gpu:
-        own = on(gpu)
+        own = model_on(gpu)
         (block,) = FeatureProvider(own, [ViewSpec()]).blocks(images)
         assert block.views.device == gpu
         classifier = selftpt.zero_shot(own, NAMES)

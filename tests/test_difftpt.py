@@ -1,4 +1,4 @@
-"""DiffTPT against slow code; generated images come from a folder, or from a real, tiny diffusion model."""
+"""DiffTPT equals a slow reference; generated images come from a folder or from a tiny diffusion model."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from tests.helpers.methods import raise_error
 from tests.helpers.models import Small, model, relative, small
 from tests.oracle import tpt as oracle
 
-NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
-FEW = 6  # generated images, in two groups
+NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # CLIP joins both full stops of the last name
+FEW = 6  # number of generated images, made in two groups
 
 
 def views_of(small: Small, views: int = 15) -> Tensor:
-    """L2-normalised features [V, D] that resemble views of one image."""
+    """Return L2-normalised features [V, D] that are similar like views of one image."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(views, small.spec.dimension, generator=generator)
     return F.normalize((drawn + drawn[:1]).to(small.embedding.dtype), dim=-1)
 
 
 def block_of(config: DiffTptConfig, images: list[Path], on_error: Any = raise_error) -> Block:
-    """What DiffTPT sees of the usable ones of some images."""
+    """Return the block of views that DiffTPT gets for the usable images."""
     (block,) = FeatureProvider(model(), DIFFTPT.views(config), Cache(), on_error=on_error).blocks(images)
     return block
 
@@ -71,12 +71,12 @@ def test_tuning_equals_the_reference(kind: str, chunk: int | None) -> None:
     )
     assert isinstance(tuner, Tuner)
     begin = tiny.embedding[torch.tensor(tiny.encode("a photo of a"))]
-    wanted = oracle.tune(tiny, NAMES, begin, views, 1 / tiny.model.scale, share=0.3, near=0.8, steps=4)
+    expected = oracle.tune(tiny, NAMES, begin, views, 1 / tiny.model.scale, ratio=0.3, near=0.8, steps=4)
     objective = tuner.objective(views)
-    assert objective(tuner.features).item() == pytest.approx(wanted.loss, rel=1e-9)
-    assert relative(tuner.first_gradient(objective), wanted.gradient) < 1e-9
-    assert relative(tuner.tune(views), wanted.prompt) < 1e-6
-    assert relative(tuner(views[None])[0], wanted.probabilities) < 1e-6
+    assert objective(tuner.features).item() == pytest.approx(expected.loss, rel=1e-9)
+    assert relative(tuner.first_gradient(objective), expected.gradient) < 1e-9
+    assert relative(tuner.tune(views), expected.prompt) < 1e-6
+    assert relative(tuner(views[None])[0], expected.probabilities) < 1e-6
 
 
 @given(st.integers(1, 12), st.integers(2, 5), st.floats(0.05, 1), st.floats(0.05, 1), st.integers(0, 10**6))
@@ -88,21 +88,21 @@ def test_selection_equals_the_reference(
 
 
 def test_thirty_of_127_views_are_selected() -> None:
-    """100 of the 126 others are near enough, and 30 of 101 confident enough."""
+    """The 100 nearest of the 126 other views are kept, then the 30 most confident of 101."""
     config = DiffTptConfig()
     assert sum(spec.views for spec in DIFFTPT.views(config)) == 127
     logits = torch.randn(127, 5, generator=torch.Generator().manual_seed(0))
     chosen = near_and_confident(logits, config.near, config.confidence_ratio)
     assert len(chosen) == 30
-    alike = F.cosine_similarity(logits[:1], logits).argsort(descending=True)
-    assert {*chosen.tolist()} <= {*alike[:101].tolist()}
+    by_similarity = F.cosine_similarity(logits[:1], logits).argsort(descending=True)
+    assert {*chosen.tolist()} <= {*by_similarity[:101].tolist()}
 
 
 @pytest.mark.parametrize(
     ("near", "confidence_ratio", "kept"), [(0.8, 0.3, 2), (0.3, 0.9, 2), (0.05, 0.9, 1), (1.0, 0.99, 9)]
 )
-def test_shares_are_never_rounded_up(near: float, confidence_ratio: float, kept: int) -> None:
-    """Of nine others the integer part of `near`; of them and the image, that of `confident`, at least one."""
+def test_selection_ratios_are_rounded_down(near: float, confidence_ratio: float, kept: int) -> None:
+    """`near` applies to the nine other views, then `confidence_ratio` to the kept ones and the image."""
     logits = torch.randn(10, 5, generator=torch.Generator().manual_seed(0))
     assert len(near_and_confident(logits, near, confidence_ratio)) == kept
 
@@ -113,66 +113,66 @@ def test_coop_difftpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
     context = FitContext(model(), source, tmp_path / "learned", on_error=raise_error)
     image = views_of(small("vit"))[None, :1]
     coop = METHODS["coop"]
-    wanted = coop.fit(context, type(coop.config)(CoopTrainConfig(epochs=2))).for_classes(NAMES)(image)
+    expected = coop.fit(context, type(coop.config)(CoopTrainConfig(epochs=2))).for_classes(NAMES)(image)
     start = CoopDiffTptConfig(steps=0, generated="unused", learn=LearnConfig(epochs=2, cpt=0, gm=0))
     found = COOP_DIFFTPT.fit(context, start).for_classes(NAMES)(image)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 1
     assert coop.train_config(context, coop.config) == COOP_DIFFTPT.train_config(context, COOP_DIFFTPT.config)
 
 
 @pytest.mark.parametrize(("method", "kind"), [(DIFFTPT, DiffTptConfig), (COOP_DIFFTPT, CoopDiffTptConfig)])
 def test_cost_follows_from_the_configuration(method: Any, kind: type) -> None:
-    """The image, crops, and as many generated images."""
+    """The views are the image, crops, and the same number of generated images."""
     assert method.cost(method.config) == "127 views, 4 steps"
     assert method.cost(kind(views=8, steps=2)) == "15 views, 2 steps"
     assert method.cost(kind(views=1, steps=1)) == "1 view, 1 step"
 
 
-# Images of a folder
+# Generated images from a folder
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> list[Path]:
-    return sorted(make_photos(tmp_path / "asked", ("cat", "dog"), each=2).rglob("*.png"))
+def image_paths(tmp_path: Path) -> list[Path]:
+    return sorted(make_photos(tmp_path / "photos", ("cat", "dog"), each=2).rglob("*.png"))
 
 
-def test_generated_images_of_a_folder_come_after_image_and_crops(asked: list[Path], tmp_path: Path) -> None:
-    """They are not cropped at random."""
-    folder = make_generated(tmp_path / "made", asked, each=FEW + 1)
-    block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), asked)
+def test_generated_images_of_a_folder_come_after_image_and_crops(image_paths: list[Path], tmp_path: Path) -> None:
+    """Generated images are not cropped at random."""
+    folder = make_generated(tmp_path / "made", image_paths, each=FEW + 1)
+    block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), image_paths)
     assert block.indices.tolist() == [0, 1, 2, 3]
     assert tuple(block.views.shape) == (4, 1 + 2 * FEW, model().dimension)
-    for i, path in enumerate(asked):
+    for i, path in enumerate(image_paths):
         files = [folder / path.parent.name / path.name / f"{k:02d}.png" for k in range(FEW)]
         pixels = torch.stack([model().preprocess(open_image(file)) for file in files])
         torch.testing.assert_close(block.views[i, 1 + FEW :], model().encode_images(pixels), rtol=0, atol=1e-5)
 
 
-def test_only_one_generated_image_can_be_made(asked: list[Path], tmp_path: Path) -> None:
-    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", asked, each=FEW)))
-    whole = make_views(spec, asked[0])
+def test_single_generated_view_equals_that_of_all_views(image_paths: list[Path], tmp_path: Path) -> None:
+    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", image_paths, each=FEW)))
+    whole = make_views(spec, image_paths[0])
     for i in range(FEW):
-        assert torch.equal(spec.make_views(model().preprocess, LazyImage(asked[0]), only=i), whole[i : i + 1])
+        assert torch.equal(spec.make_views(model().preprocess, LazyImage(image_paths[0]), only=i), whole[i : i + 1])
 
 
-def test_changed_generated_images_are_encoded_again(asked: list[Path], tmp_path: Path) -> None:
-    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", asked, each=FEW)))
+def test_changed_generated_images_are_encoded_again(image_paths: list[Path], tmp_path: Path) -> None:
+    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", image_paths, each=FEW)))
 
     def features() -> Tensor:
-        return FeatureProvider(model(), [spec], Cache(), on_error=raise_error)(asked)
+        return FeatureProvider(model(), [spec], Cache(), on_error=raise_error)(image_paths)
 
     before = features()
     encoded = model().encoded
     assert torch.equal(features(), before)
     assert model().encoded == encoded
-    (tmp_path / "made" / "cat" / "0.png" / "03.png").write_bytes(asked[0].read_bytes())
+    (tmp_path / "made" / "cat" / "0.png" / "03.png").write_bytes(image_paths[0].read_bytes())
     after = features()
     assert model().encoded == encoded + FEW
     assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, True, True, True]
 
 
-def test_keys_differ_for_different_views() -> None:
+def test_different_views_have_different_cache_keys() -> None:
     specs = [
         ViewSpec(FEW),
         Generated(FEW, folder="a"),
@@ -188,15 +188,15 @@ def test_keys_differ_for_different_views() -> None:
     assert made[0] != made[1]
 
 
-def test_missing_generated_images_are_reported(asked: list[Path], tmp_path: Path) -> None:
-    folder = make_generated(tmp_path / "made", asked[1:], each=FEW)
+def test_missing_generated_images_are_reported(image_paths: list[Path], tmp_path: Path) -> None:
+    folder = make_generated(tmp_path / "made", image_paths[1:], each=FEW)
     (folder / "dog" / "0.png" / "00.png").unlink()
     (folder / "dog" / "1.png" / "00.png").write_text("no image")
     errors: list[ImageError] = []
-    block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), asked, errors.append)
+    block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), image_paths, errors.append)
     assert block.indices.tolist() == [1]
-    assert block.sources == asked[1:2]
-    assert [str(error).split(":")[0] for error in errors[:2]] == [str(asked[0]), str(asked[2])]
+    assert block.sources == image_paths[1:2]
+    assert [str(error).split(":")[0] for error in errors[:2]] == [str(image_paths[0]), str(image_paths[2])]
     assert f"has 0 of {FEW} generated images" in str(errors[0])
     assert f"has {FEW - 1} of {FEW} generated images" in str(errors[1])
     assert "diffusion=lambdalabs" in str(errors[0])
@@ -204,13 +204,13 @@ def test_missing_generated_images_are_reported(asked: list[Path], tmp_path: Path
 
 
 def test_images_in_memory_have_no_generated_images(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="by the path of an image: give paths"):
+    with pytest.raises(ImageError, match="by the path of an image: pass paths"):
         make_views(Generated(FEW, folder=str(tmp_path)), Image.new("RGB", (40, 40)))
 
 
 @pytest.mark.parametrize("method", [DIFFTPT, COOP_DIFFTPT])
-def test_generated_images_must_be_configured(method: Any, asked: list[Path]) -> None:
-    source = Source.from_folder(asked[0].parents[1]) if method.needs_labels else None
+def test_generated_images_must_be_configured(method: Any, image_paths: list[Path]) -> None:
+    source = Source.from_folder(image_paths[0].parents[1]) if method.needs_labels else None
     with pytest.raises(SelfTPTError, match="set generated to a folder of them, or diffusion="):
         method.fit(FitContext(model(), source, on_error=raise_error))
 
@@ -228,13 +228,13 @@ def test_generated_images_must_be_configured(method: Any, asked: list[Path]) -> 
         {"generated": Path("folder")},
     ],
 )
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"DiffTptConfig.{next(iter(wrong))} must be"):
         DiffTptConfig(**wrong)
 
 
 def test_prompt_without_words_is_refused() -> None:
-    with pytest.raises(SelfTPTError, match="words are what the prompt starts from"):
+    with pytest.raises(SelfTPTError, match="words is empty"):
         DiffTptConfig(words="")
 
 
@@ -243,7 +243,7 @@ def test_prompt_without_words_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def diffusion(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with an image-variation model of a few thousand random weights."""
+    """Return a folder with an image-variation model of a few thousand random weights."""
     from diffusers import AutoencoderKL, PNDMScheduler, StableDiffusionImageVariationPipeline, UNet2DConditionModel
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -298,28 +298,32 @@ def spec_of(folder: Path, diffusion: str, **more: Any) -> Generated:
     return Generated(FEW, folder=str(folder), diffusion=diffusion, denoising=2, **more)
 
 
-def test_generation_depends_on_image_and_number_alone(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
-    """Not on what was generated before; all images of a path are different, and the guidance matters."""
+def test_generated_image_depends_only_on_image_and_number(
+    image_paths: list[Path], diffusion: str, tmp_path: Path
+) -> None:
+    """It does not depend on earlier images. All generated images of a path differ, and the guidance has an effect."""
     first, second = (spec_of(tmp_path / name, diffusion) for name in ("first", "second"))
     guided = spec_of(tmp_path / "guided", diffusion, guidance=9.0)
-    for path in asked:
+    for path in image_paths:
         assert make_views(first, path).shape == (FEW, 3, *model().preprocess.size)
-    for path in asked[::-1]:
+    for path in image_paths[::-1]:
         make_views(second, path)
-    files = [made(first, path) for path in asked]
-    assert [made(second, path) for path in asked] == files
+    files = [made(first, path) for path in image_paths]
+    assert [made(second, path) for path in image_paths] == files
     assert [*files[0]] == [f"{i:03d}.png" for i in range(FEW)]
     assert len({content for each in files for content in each.values()}) == 4 * FEW
-    make_views(guided, asked[0])
-    assert made(guided, asked[0]) != files[0]
-    assert {open_image(file).size for file in first.place(asked[0]).iterdir()} == {(16, 16)}
+    make_views(guided, image_paths[0])
+    assert made(guided, image_paths[0]) != files[0]
+    assert {open_image(file).size for file in first.place(image_paths[0]).iterdir()} == {(16, 16)}
 
 
-def test_generation_depends_on_the_image_and_its_name(asked: list[Path], diffusion: str, tmp_path: Path) -> None:
-    """The image guides, and the names of file and folder are the seed."""
-    paths = [asked[0], tmp_path / "other" / "cat" / "0.png", tmp_path / "other" / "cow" / "0.png"]
+def test_generated_image_depends_on_content_and_name_of_the_image(
+    image_paths: list[Path], diffusion: str, tmp_path: Path
+) -> None:
+    """The content guides the generation, and the names of file and folder give the seed."""
+    paths = [image_paths[0], tmp_path / "other" / "cat" / "0.png", tmp_path / "other" / "cow" / "0.png"]
     contents = []
-    for path, copied in zip(paths, (asked[0], asked[3], asked[0]), strict=True):
+    for path, copied in zip(paths, (image_paths[0], image_paths[3], image_paths[0]), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(copied.read_bytes())
         spec = spec_of(tmp_path / f"made{len(contents)}", diffusion)
@@ -330,20 +334,20 @@ def test_generation_depends_on_the_image_and_its_name(asked: list[Path], diffusi
 
 
 @pytest.mark.parametrize("lost", [{0, 1, 2, 3, 4, 5}, {2}, {3, 4, 5}])
-def test_missing_images_are_generated_bitwise(
-    asked: list[Path], diffusion: str, tmp_path: Path, lost: set[int]
+def test_missing_generated_images_are_restored_bitwise(
+    image_paths: list[Path], diffusion: str, tmp_path: Path, lost: set[int]
 ) -> None:
     spec = spec_of(tmp_path / "made", diffusion)
-    make_views(spec, asked[0])
-    whole = made(spec, asked[0])
+    make_views(spec, image_paths[0])
+    whole = made(spec, image_paths[0])
     for i in lost:
-        (spec.place(asked[0]) / f"{i:03d}.png").unlink()
-    make_views(spec, asked[0])
-    assert made(spec, asked[0]) == whole
+        (spec.place(image_paths[0]) / f"{i:03d}.png").unlink()
+    make_views(spec, image_paths[0])
+    assert made(spec, image_paths[0]) == whole
 
 
-def test_interrupted_generation_leaves_whole_images(
-    asked: list[Path], diffusion: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interrupted_generation_leaves_only_complete_images(
+    image_paths: list[Path], diffusion: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, write, left = spec_of(tmp_path / "made", diffusion), difftpt.write_atomically, iter(range(3))
 
@@ -354,48 +358,51 @@ def test_interrupted_generation_leaves_whole_images(
 
     monkeypatch.setattr(difftpt, "write_atomically", stop)
     with pytest.raises(KeyboardInterrupt):
-        make_views(spec, asked[0])
-    assert len(made(spec, asked[0])) == 3
+        make_views(spec, image_paths[0])
+    assert len(made(spec, image_paths[0])) == 3
     monkeypatch.setattr(difftpt, "write_atomically", write)
-    make_views(spec, asked[0])
+    make_views(spec, image_paths[0])
     undisturbed = spec_of(tmp_path / "undisturbed", diffusion)
-    make_views(undisturbed, asked[0])
-    assert made(spec, asked[0]) == made(undisturbed, asked[0])
+    make_views(undisturbed, image_paths[0])
+    assert made(spec, image_paths[0]) == made(undisturbed, image_paths[0])
 
 
-def test_second_run_generates_and_encodes_nothing(asked: list[Path], diffusion: str, own_cache: Path) -> None:
-    """From the configuration to probabilities; without a folder, generated images are in the cache."""
+def test_second_run_generates_and_encodes_nothing(image_paths: list[Path], diffusion: str, own_cache: Path) -> None:
+    """Without a folder, generated images are stored in the cache."""
     config = DiffTptConfig(views=FEW + 1, diffusion=diffusion, denoising=2)
     predictor = DIFFTPT.fit(FitContext(model(), on_error=raise_error), config).for_classes(NAMES)
     answers = []
     for _ in range(2):
         encoded = model().encoded
-        answers.append(predictor(block_of(config, asked).views))
+        answers.append(predictor(block_of(config, image_paths).views))
     assert model().encoded == encoded
     assert torch.equal(*answers)
-    assert len(list((own_cache / "generated").rglob("*.png"))) == 4 * FEW + 4  # and one folder for each of four images
+    # Each of the four images has a folder, whose name also ends with .png.
+    assert len(list((own_cache / "generated").rglob("*.png"))) == 4 * FEW + 4
 
 
-def test_missing_diffusion_model_is_refused(asked: list[Path], tmp_path: Path) -> None:
+def test_missing_diffusion_model_is_refused(image_paths: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     spec = spec_of(tmp_path / "made", str(tmp_path / "empty"))
     with pytest.raises(SelfTPTError, match=f"cannot load the diffusion model {tmp_path / 'empty'}") as refusal:
-        make_views(spec, asked[0])
+        make_views(spec, image_paths[0])
     assert not isinstance(refusal.value, ImageError), "it concerns all images"
 
 
-def test_missing_extra_is_named(asked: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_diffusers_names_the_extra(
+    image_paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(SelfTPTError, match=r"pip install 'selftpt\[diffusion\]'"):
-        make_views(spec_of(tmp_path / "made", "not loaded yet"), asked[0])
+        make_views(spec_of(tmp_path / "made", "not loaded yet"), image_paths[0])
 
 
-def test_diffusers_is_not_imported_before_it_is_needed(
-    asked: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_diffusers_is_imported_only_to_generate_images(
+    image_paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither with the methods nor for images of a folder."""
+    """Importing the methods or reading images of a folder does not import it."""
     program = "import sys, selftpt.methods; sys.exit('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    folder = make_generated(tmp_path / "made", asked, each=FEW)
-    assert len(make_views(Generated(FEW, folder=str(folder)), asked[0])) == FEW
+    folder = make_generated(tmp_path / "made", image_paths, each=FEW)
+    assert len(make_views(Generated(FEW, folder=str(folder)), image_paths[0])) == FEW

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/ run, their links lead somewhere, and the site needs nothing from the web."""
+"""Examples in README.md and docs/ run, links are valid, and the site loads nothing from the web."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 SHELL = ("bash", "console", "sh")
 LANGUAGES = ("python", *SHELL, "text", "json", "csv", "")
-MOST_NOT_RUN = 20  # of all pages together
+MOST_NOT_RUN = 20  # on all pages together
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page, and why it is not run, if it is not."""
+    """A fenced block of a page, and the reason why it is not run, if any."""
 
     page: Path
     line: int
@@ -47,7 +47,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Find the fenced blocks of a page."""
+    """Return the fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
@@ -63,7 +63,7 @@ EXAMPLES = [page for page in PAGES if any(b.language in ("python", *SHELL) and n
 
 
 def make_images(folder: Path) -> None:
-    """Make the files that the examples use."""
+    """Create the files that the examples use."""
     classes = ("golden retriever", "rabbit", "red fox", "tabby cat")
     paths = [folder / "photos" / name / f"{i}.jpg" for name in classes for i in range(4)]
     paths += [folder / name for name in ("a.jpg", "b.jpg", "holiday/1.jpg", "holiday/beach/2.jpg")]
@@ -73,7 +73,7 @@ def make_images(folder: Path) -> None:
 
 
 def simple_commands(code: str) -> list[list[str]] | None:
-    """The arguments of each command of a shell block, if it has nothing but plain calls of selftpt."""
+    """Return the arguments of each command of a shell block, or None if it has anything but plain calls of selftpt."""
     commands = []
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.shlex(line, posix=True, punctuation_chars=True)
@@ -88,7 +88,7 @@ def simple_commands(code: str) -> list[list[str]] | None:
 
 
 def run_shell(block: Block, run: Run, folder: Path) -> None:
-    """Run a shell block: in this process where that is the same, because importing torch takes seconds."""
+    """Run a shell block, if possible in this process, because importing torch takes seconds."""
     code = re.sub(r"^\$ ", "", block.code, flags=re.M)
     commands = simple_commands(code)
     if commands is not None:
@@ -123,13 +123,13 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             if block.not_run:
                 continue
             if block.language == "python":
-                source = "\n" * block.line + block.code  # so that a traceback has the line of the page
+                source = "\n" * block.line + block.code  # tracebacks show the line of the page
                 exec(compile(source, str(page), "exec"), module.__dict__)
             elif block.language in SHELL:
                 run_shell(block, run, tmp_path)
 
 
-def test_examples_that_do_not_run_say_why_and_are_few() -> None:
+def test_examples_that_are_not_run_have_a_reason_and_are_few() -> None:
     skipped = [block for blocks in BLOCKS.values() for block in blocks if block.not_run]
     assert [block.place for block in skipped if len(str(block.not_run).split()) < 2] == []
     assert len(skipped) <= MOST_NOT_RUN, "\n".join(f"{block.place}: {block.not_run}" for block in skipped)
@@ -141,7 +141,7 @@ def test_every_marker_precedes_a_block() -> None:
         assert markers == sum(block.not_run is not None for block in BLOCKS[page]), page
 
 
-def test_blocks_of_commands_have_a_language() -> None:
+def test_command_blocks_have_a_language() -> None:
     blocks = [block for blocks in BLOCKS.values() for block in blocks]
     assert [block.place for block in blocks if block.language not in LANGUAGES] == []
     command = re.compile(r"^(\$ )?(selftpt|pip|make|python|import|from) ", re.M)
@@ -178,7 +178,7 @@ def test_only_plain_commands_run_in_process(code: str, expected: list[list[str]]
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
+    """Return the anchors of a page's headings."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+?)\s*$", text, re.M)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
@@ -188,7 +188,7 @@ def anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize(
     "page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_are_valid(page: Path) -> None:
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for target in LINK.findall(text):
         parts = urlsplit(target)
@@ -203,7 +203,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 class Resources(HTMLParser):
-    """Collects what a page loads by itself."""
+    """Collects the resources that a page loads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Resources(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built in strict mode."""
+    """Build the site in strict mode."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
@@ -246,7 +246,7 @@ def test_site_loads_nothing_from_the_web(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_site_has_the_whole_public_api(site: Path) -> None:
+def test_site_documents_the_complete_public_api(site: Path) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
     for name in selftpt.__all__:
         if name not in ("METHODS", "__version__"):

@@ -1,4 +1,4 @@
-"""The embedded model: it is what it says, it knows everyday things, and commands need nothing but names."""
+"""The embedded model: its files, its predictions on photographs, and commands that use it by default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageColor
 
 import selftpt
-from selftpt.cli.demo import RIGHT, SHOWN
+from selftpt.cli.demo import PHOTOGRAPHS, RIGHT
 from selftpt.models import EMBEDDED, EMBEDDED_FILES, Model
 from selftpt.models import loading as models
 from tests.helpers.commands import Run, refused
@@ -27,7 +27,7 @@ from tests.helpers.folders import make_photos
 spec = find_spec("skimage")
 assert spec is not None
 assert spec.origin is not None
-PHOTOGRAPHS = Path(spec.origin).parent / "data"
+FOLDER = Path(spec.origin).parent / "data"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def model() -> Model:
     return selftpt.load_model(device="cpu")
 
 
-def test_it_is_an_open_clip_folder_of_at_most_22_megabytes(model: Model) -> None:
+def test_model_is_an_open_clip_folder_of_at_most_22_megabytes(model: Model) -> None:
     assert sorted(file.name for file in EMBEDDED_FILES.iterdir()) == [
         "open_clip_config.json",
         "open_clip_model.safetensors",
@@ -46,27 +46,27 @@ def test_it_is_an_open_clip_folder_of_at_most_22_megabytes(model: Model) -> None
     tokenizer = open_clip.get_tokenizer(f"local-dir:{EMBEDDED_FILES}")
     pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = clip.encode_image(pixels, normalize=True)
+        expected = clip.encode_image(pixels, normalize=True)
         text = clip.encode_text(tokenizer(["a photo of a cat.", "a photo of a tram."]), normalize=True)
-    torch.testing.assert_close(model.encode_images(pixels), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.encode_images(pixels), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(selftpt.zero_shot(model, ["cat", "tram"]).weights, text, rtol=0, atol=1e-5)
 
 
-def test_its_text_tower_goes_the_short_way(model: Model) -> None:
+def test_text_tower_supports_the_packed_forward_pass(model: Model) -> None:
     assert model.text.supports_packed
     assert (model.id.name, model.id.pretrained, model.id.random_init) == (EMBEDDED, None, False)
 
 
-def test_it_knows_everyday_things(model: Model) -> None:
-    """By the names alone, zero-shot and with the embedded prompt; what these are is plain to any person."""
-    shown = {file: SHOWN[file] for file in ("chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")}
-    names = list(SHOWN.values())
+def test_everyday_photographs_are_classified_correctly(model: Model) -> None:
+    """Both zero-shot and with the embedded prompt."""
+    expected = {file: PHOTOGRAPHS[file] for file in ("chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")}
+    names = list(PHOTOGRAPHS.values())
     for classifier in (selftpt.zero_shot(model, names), selftpt.adapt(model, selftpt.Prompt.embedded(), names)):
-        told = [p.names[0] for p in classifier.predict([PHOTOGRAPHS / file for file in shown], top=1)]
-        assert told == list(shown.values())
+        predicted = [p.names[0] for p in classifier.predict([FOLDER / file for file in expected], top=1)]
+        assert predicted == list(expected.values())
 
 
-def test_the_prompt_is_of_the_model_and_was_learned(model: Model) -> None:
+def test_embedded_prompt_was_learned_with_the_embedded_model(model: Model) -> None:
     prompt = selftpt.Prompt.embedded()
     prompt.model.check(model, "the prompt")
     assert prompt.origin["stage"] == "learn"
@@ -75,17 +75,17 @@ def test_the_prompt_is_of_the_model_and_was_learned(model: Model) -> None:
     assert F.cosine_similarity(prompt.context, start).min() < 0.999
 
 
-def test_random_weights_of_it_are_another_model(model: Model) -> None:
+def test_random_weights_are_another_model(model: Model) -> None:
     random = selftpt.load_model(pretrained="random", device="cpu")
     assert random.id.random_init
     with pytest.raises(selftpt.SelfTPTError, match=r"selftpt-tiny .* not with selftpt-tiny \(random\)"):
         selftpt.adapt(random, selftpt.Prompt.embedded(), ["cat", "dog"])
-    with pytest.raises(selftpt.SelfTPTError, match="weights of its own"):
+    with pytest.raises(selftpt.SelfTPTError, match="has its own weights"):
         selftpt.load_model(pretrained="openai")
 
 
-def test_commands_need_nothing_but_names(run: Run, tmp_path: Path) -> None:
-    cat, names = PHOTOGRAPHS / "chelsea.png", ["--names", "dog, cat, tram"]
+def test_commands_use_the_embedded_model_and_prompt_by_default(run: Run, tmp_path: Path) -> None:
+    cat, names = FOLDER / "chelsea.png", ["--names", "dog, cat, tram"]
     for more in ([], ["--zero-shot"]):
         answer = run("classify", cat, *names, *more, "--json")
         assert answer.code == 0, answer.err
@@ -99,7 +99,7 @@ def test_commands_need_nothing_but_names(run: Run, tmp_path: Path) -> None:
     assert run("models", "tiny").out.startswith("selftpt-tiny")
 
 
-def test_learn_takes_it_without_being_asked(run: Run, tmp_path: Path) -> None:
+def test_learn_uses_the_embedded_model_by_default(run: Run, tmp_path: Path) -> None:
     answer = run("learn", make_photos(tmp_path / "photos"), "--out", tmp_path / "p", "--epochs", 1, "--shots", 1)
     assert answer.code == 0, answer.err
     assert "for selftpt-tiny" in answer.out
@@ -107,20 +107,20 @@ def test_learn_takes_it_without_being_asked(run: Run, tmp_path: Path) -> None:
     refused(run("learn", tmp_path / "photos", "--out", tmp_path / "q", "--model", ""), "no model is called ''")
 
 
-def test_a_folder_of_its_name_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_with_the_name_of_the_model_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / EMBEDDED).mkdir()
     monkeypatch.chdir(tmp_path)
     assert selftpt.load_model(device="cpu").id.name == EMBEDDED
 
 
-def test_a_broken_installation_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_installation_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "open_clip_config.json").write_bytes((EMBEDDED_FILES / "open_clip_config.json").read_bytes())
     monkeypatch.setattr(models, "EMBEDDED_FILES", tmp_path)
     with pytest.raises(selftpt.SelfTPTError, match="install selftpt again"):
         selftpt.load_model(device="cpu")
 
 
-def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_writes_an_image_sheet(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sheet = tmp_path / "sheet.png"
     answer = run("demo", "--out", sheet)
     assert answer.code == 0, answer.err
@@ -134,12 +134,12 @@ def test_the_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "data").mkdir()
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    refused(run("demo", "--out", sheet), "no such file")  # a scikit-image that has other images
+    refused(run("demo", "--out", sheet), "no such file")  # a scikit-image release without these images
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(run("demo"), "selftpt[demo]")
 
 
-def test_the_wheel_has_the_model(tmp_path: Path) -> None:
+def test_wheel_contains_the_model(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(root)]
     subprocess.run(command, check=True, capture_output=True)
@@ -152,13 +152,13 @@ def test_the_wheel_has_the_model(tmp_path: Path) -> None:
 
 
 def test_representations_are_short(model: Model) -> None:
-    wanted = "Prompt(4 context vectors for selftpt-tiny, learned on 3000 images of 1000 classes)"
-    assert repr(selftpt.Prompt.embedded()) == wanted
+    expected = "Prompt(4 context vectors for selftpt-tiny, learned on 3000 images of 1000 classes)"
+    assert repr(selftpt.Prompt.embedded()) == expected
     assert repr(selftpt.zero_shot(model, ["cat", "dog"])) == "Classifier(2 classes: 'cat', 'dog'; model selftpt-tiny)"
 
 
 @pytest.mark.parametrize("wrong", [b"bytes", None, 3])
-def test_what_is_not_an_image_is_reported(model: Model, wrong: object) -> None:
+def test_input_that_is_not_an_image_is_reported(model: Model, wrong: object) -> None:
     classifier = selftpt.zero_shot(model, ["cat", "dog"])
     with pytest.raises(selftpt.SelfTPTError, match=f"images must be .*, not {type(wrong).__name__}"):
         classifier.predict(wrong)  # type: ignore[call-overload]
@@ -172,7 +172,7 @@ def test_arrays_are_images(model: Model) -> None:
     assert prediction.path is None
 
 
-def test_without_a_command_there_is_the_help_alone(run: Run) -> None:
+def test_help_is_shown_without_a_command(run: Run) -> None:
     answer = run()
     assert answer.code == 2
     assert "classify" in answer.out + answer.err

@@ -1,4 +1,4 @@
-"""Metrics and records."""
+"""Metrics, and records of runs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ PROBABILITIES = torch.tensor(
 LABELS = torch.tensor([0, 3, 1, 5])
 
 
-def test_top_k_accuracy() -> None:
+def test_top_k_accuracy_of_known_probabilities() -> None:
     assert accuracy(PROBABILITIES, LABELS, 1) == 50
     assert accuracy(PROBABILITIES, LABELS, 5) == 75
     assert accuracy(PROBABILITIES[:, :2], torch.tensor([0, 1, 1, 1]), 5) == 100
 
 
-def test_calibration_error_by_hand() -> None:
-    """Two bins: of confidence 0.3 and 0.24, none right; of 0.7 and 0.9, both."""
-    wanted = 100 * (abs(0 - (0.30 + 0.24)) + abs(2 - (0.70 + 0.90))) / 4
-    assert expected_calibration_error(PROBABILITIES, LABELS, bins=2) == pytest.approx(wanted, rel=1e-5)
+def test_calibration_error_of_two_bins() -> None:
+    """Confidences 0.3 and 0.24 are in one bin and wrong; 0.7 and 0.9 are in the other and correct."""
+    expected = 100 * (abs(0 - (0.30 + 0.24)) + abs(2 - (0.70 + 0.90))) / 4
+    assert expected_calibration_error(PROBABILITIES, LABELS, bins=2) == pytest.approx(expected, rel=1e-5)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 40), st.integers(2, 8))
@@ -42,14 +42,14 @@ def test_calibration_error_equals_a_loop_over_bins(seed: int, count: int, classe
     generator = torch.Generator().manual_seed(seed)
     probabilities = (3 * torch.randn(count, classes, generator=generator)).softmax(-1)
     labels = torch.randint(classes, (count,), generator=generator)
-    wanted = 0.0
+    expected = 0.0
     for b in range(15):
         members = [i for i in range(count) if b / 15 < probabilities[i].max() <= (b + 1) / 15]
         if members:
             accuracy = sum(int(probabilities[i].argmax()) == int(labels[i]) for i in members) / len(members)
             confidence = sum(float(probabilities[i].max()) for i in members) / len(members)
-            wanted += len(members) / count * abs(accuracy - confidence)
-    assert expected_calibration_error(probabilities, labels) == pytest.approx(100 * wanted, abs=1e-3)
+            expected += len(members) / count * abs(accuracy - confidence)
+    assert expected_calibration_error(probabilities, labels) == pytest.approx(100 * expected, abs=1e-3)
 
 
 def test_all_metrics_and_harmonic_mean() -> None:
@@ -72,7 +72,7 @@ RECORD = {
 }
 
 
-def test_records_are_added_and_read(tmp_path: Path) -> None:
+def test_added_records_are_read(tmp_path: Path) -> None:
     runs = Runs(tmp_path / "runs")
     assert runs.records == []
     assert runs.last_seconds(RECORD) is None
@@ -87,7 +87,7 @@ def test_records_are_added_and_read(tmp_path: Path) -> None:
         assert again.last_seconds(RECORD | other) is None
 
 
-def test_the_last_time_does_not_depend_on_the_seed(tmp_path: Path) -> None:
+def test_time_of_the_last_run_is_found_for_another_seed(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.add(RECORD | {"seed": 1, "settings": {"learn": {"seed": 1, "views": ("end", "hand_crafted")}}})
     assert (
@@ -97,8 +97,8 @@ def test_the_last_time_does_not_depend_on_the_seed(tmp_path: Path) -> None:
     assert Runs(tmp_path).last_seconds(RECORD | {"settings": {"learn": {"seed": 2, "views": ("end",)}}}) is None
 
 
-def test_an_incomplete_record_is_replaced(tmp_path: Path) -> None:
-    """The line of a run that was killed while it wrote is replaced by the next record."""
+def test_incomplete_record_is_replaced(tmp_path: Path) -> None:
+    """The next record replaces the line of a run that was killed while writing."""
     runs = Runs(tmp_path)
     runs.add(RECORD)
     with runs.file.open("a") as file:

@@ -1,4 +1,4 @@
-"""The image tower, alone and with a classifier behind it, is accepted by torch.export."""
+"""torch.export accepts the image tower, with and without a classifier."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.models import BLOCKS, KINDS, SPECS, relative, small
 
 
 class LogitHead(nn.Module):
-    """Images to scaled cosines with class vectors [C, D]."""
+    """Maps images to scaled cosines with class vectors [C, D]."""
 
     def __init__(self, tower: ImageTower, weights: Tensor, scale: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_tower_with_classifier_is_exported(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_towers_are_modules_that_hold_their_own_half_of_the_model(kind: str) -> None:
+def test_towers_are_modules_with_separate_parameters(kind: str) -> None:
     model = small(kind).model
     halves = [{id(p) for p in tower.parameters()} for tower in (model.text, model.image)]
     assert not halves[0] & halves[1]

@@ -1,4 +1,4 @@
-"""The path from images to features, and the cache of features."""
+"""Features of images, and their cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CROPS = ViewSpec(3)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for every test, where every block of images is a shard of its own."""
+    """Use a separate cache for every test, with one shard per block of images."""
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(selftpt.data.features, "SHARD_SECONDS", -1)
     return tmp_path / "cache"
@@ -50,15 +50,15 @@ def paths(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The images that were opened."""
+    """Return a list to which every opened image is appended."""
     seen: list[Path] = []
     real: Callable[..., Any] = selftpt.data.views.open_image
 
-    def open_and_tell(source: Path, *limits: Any) -> Any:
+    def open_and_record(source: Path, *limits: Any) -> Any:
         seen.append(source)
         return real(source, *limits)
 
-    monkeypatch.setattr(selftpt.data.views, "open_image", open_and_tell)
+    monkeypatch.setattr(selftpt.data.views, "open_image", open_and_record)
     return seen
 
 
@@ -67,7 +67,7 @@ def failing(error: ImageError) -> None:
 
 
 def provider(spec: ViewSpec = CROPS, **more: Any) -> FeatureProvider:
-    """In batches of two images at most, so that there are several shards."""
+    """Return a provider with a batch size of two images, so that there are several shards."""
     settings: dict[str, Any] = {"model": model(), "on_error": failing, "fixed_batch": True, "batch": 2}
     return FeatureProvider(specs=[spec], **settings | {"cache": Cache()} | more)
 
@@ -77,13 +77,13 @@ def features(paths: list[Path], spec: ViewSpec = CROPS, **more: Any) -> Tensor:
 
 
 def shards(cache: Path) -> list[Path]:
-    """In the order they were written."""
+    """Return the shards in the order in which they were written."""
     found = [path for path in cache.rglob("*.safetensors") if path.is_file()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
 def encode_each(paths: list[Path], spec: ViewSpec) -> Tensor:
-    """Features [N, views, D], each view encoded alone."""
+    """Return features [N, views, D], with each view encoded separately."""
     own, rows = model(), []
     for path in paths:
         image = open_image(path)
@@ -96,8 +96,8 @@ def encode_each(paths: list[Path], spec: ViewSpec) -> Tensor:
 
 @pytest.mark.parametrize("fixed_batch", [True, False])
 @pytest.mark.parametrize("spec", [CROPS, ViewSpec(), ViewSpec(2, seed=7)], ids=str)
-def test_features_equal_those_of_each_view_alone(paths: list[Path], spec: ViewSpec, fixed_batch: bool) -> None:
-    """Crops depend on the seed, or on the image's name and its folder's."""
+def test_features_equal_views_encoded_one_by_one(paths: list[Path], spec: ViewSpec, fixed_batch: bool) -> None:
+    """The seed determines the crops; without a seed, the names of the image and its folder do."""
     found = features(paths, spec, fixed_batch=fixed_batch)
     assert found.shape == (5, spec.views, model().dimension)
     torch.testing.assert_close(found.norm(dim=-1), torch.ones(5, spec.views))
@@ -105,8 +105,8 @@ def test_features_equal_those_of_each_view_alone(paths: list[Path], spec: ViewSp
     assert spec.views == 1 or (found[0, 0] - found[0, 1]).abs().max() > 1e-3, "all views are the same to this model"
 
 
-def test_several_specifications_are_concatenated_and_cached_apart(paths: list[Path], opened: list[Path]) -> None:
-    """An image is decoded once for all of them, and only for those that are not cached."""
+def test_several_view_specs_are_concatenated_and_cached_separately(paths: list[Path], opened: list[Path]) -> None:
+    """An image is decoded once for all specifications that are not cached."""
     crops = features(paths, ViewSpec(2, seed=7))
     opened.clear()
     both = FeatureProvider(model(), [ViewSpec(), ViewSpec(2, seed=7)], Cache(), batch=2, fixed_batch=True)(paths)
@@ -117,21 +117,21 @@ def test_several_specifications_are_concatenated_and_cached_apart(paths: list[Pa
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
-def test_any_batch_size(paths: list[Path], cache: Path, batch: int) -> None:
+def test_features_do_not_depend_on_the_batch_size(paths: list[Path], cache: Path, batch: int) -> None:
     first = features(paths, batch=batch)
     shutil.rmtree(cache)
     torch.testing.assert_close(features(paths), first, rtol=0, atol=1e-5)
 
 
 def test_images_in_memory_equal_files(paths: list[Path], cache: Path) -> None:
-    wanted = features(paths, ViewSpec(2, seed=7), cache=Cache("off"))
+    expected = features(paths, ViewSpec(2, seed=7), cache=Cache("off"))
     images = [open_image(path) for path in paths]
     for given in (images, [np.asarray(image) for image in images]):
-        assert torch.equal(features(given, ViewSpec(2, seed=7)), wanted)
+        assert torch.equal(features(given, ViewSpec(2, seed=7)), expected)
     assert shards(cache) == []
 
 
-def test_own_seed_of_an_image_in_memory_depends_on_its_pixels(paths: list[Path]) -> None:
+def test_crops_of_an_image_in_memory_depend_on_its_pixels(paths: list[Path]) -> None:
     images = [open_image(path) for path in paths]
     assert torch.equal(features(images)[2:], features(images[2:]))
     assert not torch.equal(features(images)[0], features(images)[1])
@@ -153,8 +153,8 @@ def test_blocks_are_lazy_and_ordered(paths: list[Path]) -> None:
     assert [i for block in blocks for i in block.indices.tolist()] == list(range(2, 100))
 
 
-def test_an_image_is_encoded_once(paths: list[Path], opened: list[Path]) -> None:
-    """In whatever list it comes: in another order, with others, with new ones."""
+def test_image_is_encoded_once_for_all_lists(paths: list[Path], opened: list[Path]) -> None:
+    """The order of a list and its other images do not matter."""
     own = model()
     before = own.encoded
     store = provider()
@@ -169,7 +169,7 @@ def test_an_image_is_encoded_once(paths: list[Path], opened: list[Path]) -> None
     assert sorted(opened) == sorted(paths)
 
 
-def test_where_features_are_cached(
+def test_features_are_cached_in_the_cache_folder(
     paths: list[Path], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features(paths)
@@ -194,21 +194,21 @@ def test_lost_shards_are_computed_again_bitwise(
 
 
 def test_interrupted_run_resumes(paths: list[Path], cache: Path, opened: list[Path], tmp_path: Path) -> None:
-    """Interrupted in the second of three shards: the first is not computed again, and the result is the same."""
-    wanted = features(paths, cache=Cache(folder=tmp_path / "other"))
+    """The run is interrupted in the second of three shards. The first shard is reused, and the result is the same."""
+    expected = features(paths, cache=Cache(folder=tmp_path / "other"))
 
-    def killed(file: Path, *rest: Any) -> None:
+    def interrupt_second_write(file: Path, *rest: Any) -> None:
         if shards(cache):
             raise KeyboardInterrupt
         write_tensors(file, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftpt.data.cache, "write_tensors", killed)
+        patch.setattr(selftpt.data.cache, "write_tensors", interrupt_second_write)
         with pytest.raises(KeyboardInterrupt):
             features(paths)
     assert len(shards(cache)) == 1
     opened.clear()
-    assert torch.equal(features(paths), wanted)
+    assert torch.equal(features(paths), expected)
     assert sorted(opened) == paths[2:]
 
 
@@ -243,7 +243,7 @@ def flipped_bit(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm",
+    "damage",
     [
         lambda file: file.write_bytes(file.read_bytes()[:-4]),
         lambda file: file.write_bytes(b""),
@@ -256,12 +256,12 @@ def flipped_bit(file: Path) -> None:
     ],
     ids=["cut", "empty", "text", "bit", "tensor", "count", "shape", "kind"],
 )
-def test_a_damaged_shard_is_set_aside_and_computed_again(
-    paths: list[Path], cache: Path, opened: list[Path], harm: Callable[[Path], None]
+def test_damaged_shard_is_set_aside_and_computed_again(
+    paths: list[Path], cache: Path, opened: list[Path], damage: Callable[[Path], None]
 ) -> None:
     first = features(paths)
     damaged = shards(cache)[1]
-    harm(damaged)
+    damage(damaged)
     opened.clear()
     with pytest.warns(SelfTPTWarning, match=damaged.name):
         assert torch.equal(features(paths), first)
@@ -271,8 +271,8 @@ def test_a_damaged_shard_is_set_aside_and_computed_again(
     assert opened == []
 
 
-def test_a_changed_image_is_encoded_again(paths: list[Path], opened: list[Path]) -> None:
-    """By its size, and by its modification time where the size is the same."""
+def test_changed_image_is_encoded_again(paths: list[Path], opened: list[Path]) -> None:
+    """A change is detected by file size or modification time."""
     first = features(paths)
     image_files.noise(99).save(paths[3])
     second = features(paths)
@@ -296,7 +296,7 @@ def test_a_changed_image_is_encoded_again(paths: list[Path], opened: list[Path])
     [ViewSpec(3, 6), ViewSpec(2), ViewSpec(), ViewSpec(3, max_megapixels=70), "one-layer", False],
     ids=str,
 )
-def test_other_views_models_and_batches_are_cached_apart(
+def test_other_views_models_and_batches_are_cached_separately(
     paths: list[Path], cache: Path, opened: list[Path], change: ViewSpec | str | bool
 ) -> None:
     first = features(paths)
@@ -310,8 +310,10 @@ def test_other_views_models_and_batches_are_cached_apart(
     assert torch.equal(features(paths), first)
 
 
-def test_other_code_is_cached_apart(paths: list[Path], opened: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A development version does not use the features of another one that has the same number."""
+def test_features_of_another_code_version_are_not_used(
+    paths: list[Path], opened: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Development versions may have different code and the same version number."""
     features(paths)
     opened.clear()
     monkeypatch.setattr(selftpt.data.cache, "code_digest", lambda *packages: f"other {packages}")
@@ -325,8 +327,10 @@ def test_code_digest_depends_on_the_source_of_the_packages() -> None:
     assert code_digest("data") == code_digest.__wrapped__("data")
 
 
-def test_images_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp_path: Path) -> None:
-    """Their rows are NaN, and they are reported every time, in order; the rest is as it would be."""
+def test_unusable_images_give_nan_rows_and_are_reported_every_time(
+    paths: list[Path], opened: list[Path], tmp_path: Path
+) -> None:
+    """Errors are reported in input order; the features of other images do not change."""
     whole = features(paths)
     paths[1].write_text("no image")
     paths[4].unlink()
@@ -336,19 +340,19 @@ def test_images_that_cannot_be_used(paths: list[Path], opened: list[Path], tmp_p
     reports = []
     for _ in range(2):
         opened.clear()
-        told: list[str] = []
-        found = features(several, on_error=lambda error, told=told: told.append(str(error)))
-        reports.append(told)
+        errors: list[str] = []
+        found = features(several, on_error=lambda error, errors=errors: errors.append(str(error)))
+        reports.append(errors)
         assert found.shape == (7, 3, model().dimension)
         assert found.isnan().all(-1).all(-1).tolist() == [False, True, False, False, True, True, True]
         assert torch.equal(found[[0, 2, 3]], whole[[0, 2, 3]])
-        assert set(opened) == {paths[1], paths[4], odd, long}  # they are tried every time
+        assert set(opened) == {paths[1], paths[4], odd, long}  # unusable images are tried every time
     assert reports[0] == reports[1]
     for line, path in zip(reports[0], (paths[1], paths[4], odd, long), strict=True):
         assert line.startswith(f"{path}: ")
 
 
-def test_a_file_name_that_is_not_text(tmp_path: Path, opened: list[Path]) -> None:
+def test_file_name_that_is_not_utf8_is_cached(tmp_path: Path, opened: list[Path]) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.png")
     image_files.noise(1).save(odd)
     first = features([odd])
@@ -356,41 +360,41 @@ def test_a_file_name_that_is_not_text(tmp_path: Path, opened: list[Path]) -> Non
     assert opened == [odd]
 
 
-def test_size_limit_of_images(paths: list[Path]) -> None:
-    told: list[ImageError] = []
-    found = features(paths, ViewSpec(3, max_megapixels=2.5e-3), on_error=told.append)
+def test_images_above_the_size_limit_are_reported(paths: list[Path]) -> None:
+    errors: list[ImageError] = []
+    found = features(paths, ViewSpec(3, max_megapixels=2.5e-3), on_error=errors.append)
     large = [width * height > 2500 for width, height in (open_image(path).size for path in paths)]
     assert 0 < sum(large) < 5
     assert found.isnan().all(-1).all(-1).tolist() == large
-    assert all("over the limit of 0.0025" in str(error) for error in told)
+    assert all("over the limit of 0.0025" in str(error) for error in errors)
 
 
-def test_an_image_that_comes_back(paths: list[Path]) -> None:
+def test_image_that_was_missing_before_is_encoded(paths: list[Path]) -> None:
     hidden = paths[2].rename(paths[2].with_suffix(".away"))
-    told: list[ImageError] = []
-    assert features(paths, on_error=told.append)[2].isnan().all()
-    assert len(told) == 1
+    errors: list[ImageError] = []
+    assert features(paths, on_error=errors.append)[2].isnan().all()
+    assert len(errors) == 1
     hidden.rename(paths[2])
     assert not features(paths).isnan().any()
 
 
-def test_nothing_to_use(tmp_path: Path) -> None:
-    told: list[ImageError] = []
-    found = features([tmp_path / "a.jpg", tmp_path / "b.jpg", tmp_path / "c.jpg"], on_error=told.append)
+def test_features_of_unusable_or_no_images(tmp_path: Path) -> None:
+    errors: list[ImageError] = []
+    found = features([tmp_path / "a.jpg", tmp_path / "b.jpg", tmp_path / "c.jpg"], on_error=errors.append)
     assert found.shape == (3, 3, model().dimension)
     assert found.isnan().all()
-    assert len(told) == 3
+    assert len(errors) == 3
     assert features([]).shape == (0, 3, model().dimension)
 
 
-def test_an_unwritable_cache_is_a_warning(paths: list[Path], tmp_path: Path) -> None:
-    wanted = features(paths, cache=Cache("off"))
+def test_unwritable_cache_is_a_warning(paths: list[Path], tmp_path: Path) -> None:
+    expected = features(paths, cache=Cache("off"))
     with pytest.warns(SelfTPTWarning, match="not cached: cannot write"):
         found = features(paths, cache=Cache(folder=paths[0] / "cache"))
-    assert torch.equal(found, wanted)
+    assert torch.equal(found, expected)
 
 
-def test_learn_with_an_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learn_works_with_an_unwritable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos = make_photos(tmp_path / "photos")
     monkeypatch.setenv("SELFTPT_CACHE", str(photos / "kite" / "0.png" / "cache"))
     config = selftpt.LearnConfig(epochs=1)
@@ -428,7 +432,7 @@ def test_least_recently_used_shards_are_evicted(paths: list[Path], cache: Path, 
     features(paths[:2])  # makes the oldest the most recently used
     size = sum(path.stat().st_size for path in shards(cache))
     opened.clear()
-    limit = (size - newest.stat().st_size + 200) / 1e9  # two of the shards, and no more
+    limit = (size - newest.stat().st_size + 200) / 1e9  # only two of the shards fit
     Cache(max_gigabytes=limit).evict()
     assert {oldest, newest} == {*shards(cache)}
     features(paths, cache=Cache(max_gigabytes=limit))
@@ -437,12 +441,12 @@ def test_least_recently_used_shards_are_evicted(paths: list[Path], cache: Path, 
 
 
 @pytest.mark.parametrize("wrong", [{"mode": "maybe"}, {"max_gigabytes": 0}, {"max_gigabytes": -1.0}])
-def test_wrong_cache_policy_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_cache_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match="cache"):
         Cache(**wrong)
 
 
-def test_entries_of_the_cache(paths: list[Path], cache: Path) -> None:
+def test_cache_entries_are_listed_and_removed(paths: list[Path], cache: Path) -> None:
     assert list(cache_entries(Cache())) == []
     features(paths)
     features(paths[:2], ViewSpec())
@@ -463,7 +467,7 @@ def test_entries_of_the_cache(paths: list[Path], cache: Path) -> None:
     assert [entry.content for entry in cache_entries(Cache())] == [f"{name}: the image"]
 
 
-def test_eviction_leaves_a_running_training_run_alone(tmp_path: Path) -> None:
+def test_eviction_keeps_the_files_of_running_training(tmp_path: Path) -> None:
     learned = tmp_path / "learned"
     learned.mkdir()
     names = ["a.safetensors.checkpoint", "a.lock", "a.safetensors.log.jsonl", "b.safetensors", "c.safetensors.damaged"]
@@ -473,26 +477,26 @@ def test_eviction_leaves_a_running_training_run_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in learned.iterdir()) == sorted(names[:3])
 
 
-def test_float_tensors_beside_files(paths: list[Path]) -> None:
-    """They are normalised already: the others are normalised too, for features and for pixels."""
+def test_float_tensors_can_be_mixed_with_files(paths: list[Path]) -> None:
+    """Float tensors are already normalised, so the files are normalised too, for features and for pixels."""
     own = model()
     ready = own.preprocess.normalize(own.preprocess(open_image(paths[1]))[None])[0]
     mixed = [paths[0], ready, paths[2]]
-    wanted = features(paths[:3], ViewSpec(), cache=Cache("off"))
-    torch.testing.assert_close(features(mixed, ViewSpec(), cache=Cache("off")), wanted, rtol=0, atol=1e-5)
+    expected = features(paths[:3], ViewSpec(), cache=Cache("off"))
+    torch.testing.assert_close(features(mixed, ViewSpec(), cache=Cache("off")), expected, rtol=0, atol=1e-5)
     (block,) = provider(ViewSpec(), cache=Cache("off")).blocks(mixed, pixels=True)
     found = own.encode_images(block.views[:, 0])
-    torch.testing.assert_close(found, wanted[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-5)
 
 
 def test_float_tensor_that_is_not_finite_is_reported(paths: list[Path]) -> None:
-    told: list[ImageError] = []
-    found = features([paths[0], torch.full((3, 32, 32), float("nan")), paths[1]], ViewSpec(), on_error=told.append)
+    errors: list[ImageError] = []
+    found = features([paths[0], torch.full((3, 32, 32), float("nan")), paths[1]], ViewSpec(), on_error=errors.append)
     assert found.isnan().all(-1).flatten().tolist() == [False, True, False]
-    assert "not finite" in str(told[0])
+    assert "not finite" in str(errors[0])
 
 
-def test_content_digests_differ_with_the_content() -> None:
+def test_different_content_gives_different_digests() -> None:
     first, second = (Image.new("P", (2, 2)) for _ in range(2))
     first.putpalette([255, 0, 0])
     second.putpalette([0, 255, 0])

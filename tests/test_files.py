@@ -1,4 +1,4 @@
-"""Files of ours: whole or not at all, and nothing else is taken for one."""
+"""Files of selftpt: they are written completely or not at all, and other files are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from selftpt.files import (
 
 
 def refused(path: Path, *words: str, kind: str = "thing") -> None:
-    """Refused in one line that names the file."""
+    """Check that a file is refused with one line that names it."""
     with pytest.raises(SelfTPTError) as caught:
         read_tensors(path, kind)
     text = str(caught.value)
@@ -59,10 +59,10 @@ def unwritable(path: Path, *words: str, content: bytes = b"new") -> None:
         assert word in text
 
 
-# Written and read
+# Writing and reading
 
 
-def test_tensors_and_header_come_back(tmp_path: Path) -> None:
+def test_tensors_and_header_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "new" / "folder" / "a.safetensors"
     tensors = {
         "weights": torch.randn(3, 4),
@@ -75,36 +75,36 @@ def test_tensors_and_header_come_back(tmp_path: Path) -> None:
     header = {"names": ["Éléphant", "猫", "a\nb", '"{}"'], "scale": 14.3, "origin": {"seed": 1, "none": None}}
     write_tensors(file, "thing", tensors, header)
     found, back = read_tensors(file, "thing")
-    told = found.pop("tensors")
+    described_tensors = found.pop("tensors")
     assert found == {"format": FORMAT, "kind": "thing", **header}
-    assert {name: entry["shape"] for name, entry in told.items()} == {
+    assert {name: entry["shape"] for name, entry in described_tensors.items()} == {
         name: list(tensor.shape) for name, tensor in tensors.items()
     }
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor.detach())
-    assert read_file(file)[0] == read_header(file, "thing") == {**found, "tensors": told}
+    assert read_file(file)[0] == read_header(file, "thing") == {**found, "tensors": described_tensors}
     mapped = read_tensors(file, "thing", mapped=True)[1]
     assert all(torch.equal(mapped[name], back[name]) for name in tensors)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.text(st.characters(), max_size=20))
-def test_any_text_in_a_header(tmp_path: Path, name: str) -> None:
-    """Half characters too: names of files that are not UTF-8 have them."""
+def test_any_text_round_trips_in_a_header(tmp_path: Path, name: str) -> None:
+    """Also lone surrogates, which occur in file names that are not UTF-8."""
     write_tensors(tmp_path / "a", "thing", {"t": torch.zeros(1)}, {"name": name})
     assert read_file(tmp_path / "a")[0]["name"] == name
 
 
-def test_half_characters(tmp_path: Path) -> None:
+def test_file_name_that_is_not_utf8_round_trips_in_a_header(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9.jpg")
     write_tensors(tmp_path / "a", "thing", {"t": torch.zeros(1)}, {"name": name})
     assert read_file(tmp_path / "a")[0]["name"] == name
 
 
 def test_files_are_plain_safetensors_with_digests(tmp_path: Path) -> None:
-    """The library reads them, and anybody can verify them with it and a hash function."""
+    """The safetensors library reads them, and the digests can be verified with any SHA-256 implementation."""
     tensors = {"t": torch.arange(3), "half": torch.randn(3).half(), "byte": torch.arange(5).byte(), "u": torch.rand(2)}
     write_tensors(tmp_path / "a", "thing", tensors, {"more": 1})
     with safetensors.safe_open(tmp_path / "a", framework="pt") as file:
@@ -121,7 +121,7 @@ def test_files_are_plain_safetensors_with_digests(tmp_path: Path) -> None:
         assert header["tensors"][name]["sha256"] == hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
-def test_tensors_that_share_memory_are_written(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_round_trip(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     write_tensors(tmp_path / "a", "thing", {"whole": whole, "same": whole, "part": whole[2:4]}, {})
     found = read_file(tmp_path / "a")[1]
@@ -134,21 +134,21 @@ def test_tensors_do_not_depend_on_the_file_unless_they_are_mapped(written: Path)
     def is_mapped() -> bool:
         return str(written) in Path("/proc/self/maps").read_text()
 
-    wanted = read_file(written)[1]
+    expected = read_file(written)[1]
     mapped = read_tensors(written, "thing", mapped=True)[1]
     if Path("/proc/self/maps").exists():
         assert is_mapped()
-    assert all(torch.equal(mapped[name], tensor) for name, tensor in wanted.items())
+    assert all(torch.equal(mapped[name], tensor) for name, tensor in expected.items())
     del mapped
-    copies = {name: tensor.clone() for name, tensor in wanted.items()}
+    copies = {name: tensor.clone() for name, tensor in expected.items()}
     if Path("/proc/self/maps").exists():
         assert not is_mapped()
     written.write_bytes(b"")
-    assert all(torch.equal(wanted[name], copy) for name, copy in copies.items())
+    assert all(torch.equal(expected[name], copy) for name, copy in copies.items())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such paths")
-def test_path_that_is_not_utf8(tmp_path: Path) -> None:
+def test_path_that_is_not_utf8_can_be_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"caf\xe9") / "a"
     write_tensors(file, "thing", {"t": torch.arange(3.0)}, {})
     assert read_header(file, "thing")["tensors"]["t"]["shape"] == [3]
@@ -156,7 +156,7 @@ def test_path_that_is_not_utf8(tmp_path: Path) -> None:
         assert torch.equal(read_tensors(file, "thing", mapped=mapped)[1]["t"], torch.arange(3.0))
 
 
-def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
+def test_new_file_replaces_the_old_one(tmp_path: Path) -> None:
     file = tmp_path / "a"
     write_atomically(file, b"old")
     write_atomically(file, b"new")
@@ -164,8 +164,8 @@ def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_it_is_written_beside_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For only within a file system is a file moved at once; and whole, before it is moved."""
+def test_temporary_file_is_complete_and_in_the_target_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename is atomic only within a file system."""
     moved = []
 
     def replace(old: str, new: Path) -> None:
@@ -176,7 +176,7 @@ def test_it_is_written_beside_its_place(tmp_path: Path, monkeypatch: pytest.Monk
     assert moved == [(tmp_path, b"new", tmp_path / "a")]
 
 
-def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         write_atomically(tmp_path / "a", b"")
@@ -186,23 +186,23 @@ def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
-def test_the_longest_of_names(tmp_path: Path) -> None:
+def test_longest_possible_file_name_is_written(tmp_path: Path) -> None:
     file = tmp_path / ("x" * 255)
     check_writable(file)
     write_atomically(file, b"new")
     assert file.read_bytes() == b"new"
 
 
-# Failures while writing
+# Errors while writing
 
 
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize(("module", "step"), [(os, "fsync"), (os, "replace")])
-def test_a_full_disk_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str, there: bool
+def test_full_disk_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str, exists: bool
 ) -> None:
     file = tmp_path / "a"
-    if there:
+    if exists:
         file.write_bytes(b"old")
 
     def full(*_: Any) -> None:
@@ -210,10 +210,10 @@ def test_a_full_disk_leaves_the_old_file(
 
     monkeypatch.setattr(module, step, full)
     unwritable(file, "No space left on device")
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([b"old"] if there else [])
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([b"old"] if exists else [])
 
 
-def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"old")
 
@@ -226,8 +226,8 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_a_limit_of_the_system_leaves_the_old_file(tmp_path: Path) -> None:
-    """A real failure half way: files of this process may have a kilobyte."""
+def test_file_size_limit_leaves_the_old_file(tmp_path: Path) -> None:
+    """A real error in the middle of a write: the process may write files of at most one kilobyte."""
     pytest.importorskip("resource")
     file = tmp_path / "a"
     file.write_bytes(b"old")
@@ -245,8 +245,8 @@ def test_a_limit_of_the_system_leaves_the_old_file(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_outputs_that_cannot_be(tmp_path: Path) -> None:
-    """A folder, a path below a file, a name too long, a device: refused before the work, and when writing."""
+def test_invalid_output_paths_are_refused(tmp_path: Path) -> None:
+    """A folder, a path below a file, a long name or a pipe is refused by `check_writable` and by writing."""
     plain, pipe = tmp_path / "plain.txt", tmp_path / "pipe"
     plain.write_bytes(b"old")
     os.mkfifo(pipe)
@@ -256,7 +256,7 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
         (plain / "x.safetensors", ""),
         (plain / "deep" / "x.safetensors", ""),
         (tmp_path / ("x" * 256), "too long"),
-        (pipe, "no ordinary file"),
+        (pipe, "not a regular file"),
     ):
         unwritable(path, word)
         with pytest.raises(SelfTPTError, match="cannot write") as caught:
@@ -270,8 +270,8 @@ def test_outputs_that_cannot_be(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe", "plain.txt"]
 
 
-def test_outputs_that_can_be(tmp_path: Path) -> None:
-    """Nothing is made by asking."""
+def test_check_writable_accepts_valid_paths_and_creates_nothing(tmp_path: Path) -> None:
+    """Existing files, new files and files in new folders are valid."""
     (tmp_path / "there").write_bytes(b"old")
     check_writable(tmp_path / "there")
     check_writable(tmp_path / "new")
@@ -279,8 +279,8 @@ def test_outputs_that_can_be(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_outputs_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the folder, or of the file that is there."""
+def test_check_writable_refuses_paths_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder or the existing file is not writable."""
     file = tmp_path / "a"
     file.touch()
     for locked in (tmp_path, file):
@@ -292,14 +292,14 @@ def test_outputs_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_locked_folder(tmp_path: Path) -> None:
+def test_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     unwritable(tmp_path / "a", "Permission denied")
     with pytest.raises(SelfTPTError, match="no permission"):
         check_writable(tmp_path / "a")
 
 
-# Other files
+# Files that are not of selftpt
 
 
 @pytest.fixture
@@ -310,19 +310,19 @@ def written(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 40, 100, 200, 400, 600, -8, -1])
-def test_cut_short(written: Path, length: int) -> None:
+def test_truncated_file_is_refused(written: Path, length: int) -> None:
     data = written.read_bytes()
     assert len(data) > 600
     written.write_bytes(data[:length])
-    refused(written, "cut short")
+    refused(written, "truncated")
 
 
-def test_too_long(written: Path) -> None:
+def test_file_with_trailing_bytes_is_refused(written: Path) -> None:
     written.write_bytes(written.read_bytes() + b"more")
     refused(written, "damaged")
 
 
-def test_missing_and_folder(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "none", "does not exist")
     refused(tmp_path, "it is a folder")
 
@@ -335,22 +335,22 @@ class Evil:
         return Path.touch, (self.mark,)
 
 
-def test_no_pickle_is_ever_loaded(tmp_path: Path) -> None:
-    """Neither of Python nor of PyTorch: what they would run is not run."""
+def test_pickles_are_never_loaded(tmp_path: Path) -> None:
+    """Neither files of `pickle` nor of `torch.save` run code."""
     mark, plain, torch_file = tmp_path / "mark", tmp_path / "a.pkl", tmp_path / "a.pt"
     plain.write_bytes(pickle.dumps(Evil(mark)))
     torch.save(Evil(mark), torch_file)
     for file in (plain, torch_file):
-        refused(file, "not a file of selftpt")
+        refused(file, "not a selftpt file")
     assert not mark.exists()
     pickle.loads(plain.read_bytes())
-    assert mark.exists(), "this pickle would have done nothing anyway"
+    assert mark.exists(), "loading this pickle runs no code, so the test proves nothing"
 
 
 @pytest.mark.parametrize("text", ["", "hello there, this is some text", "\0" * 50, "PK\x03\x04" * 20])
-def test_not_safetensors(tmp_path: Path, text: str) -> None:
+def test_file_that_is_not_safetensors_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a").write_text(text)
-    refused(tmp_path / "a", "not a file of selftpt")
+    refused(tmp_path / "a", "not a selftpt file")
 
 
 @pytest.mark.parametrize(
@@ -365,26 +365,26 @@ def test_not_safetensors(tmp_path: Path, text: str) -> None:
         {"selftpt": '{"kind": "thing"}'},
     ],
 )
-def test_safetensors_of_others(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+def test_safetensors_file_of_another_program_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
     safetensors.torch.save_file({"t": torch.zeros(3)}, tmp_path / "a", metadata)
-    refused(tmp_path / "a", "not a file of selftpt")
+    refused(tmp_path / "a", "not a selftpt file")
 
 
-def test_of_a_kind_that_cannot_be_shown(tmp_path: Path) -> None:
+def test_file_with_unprintable_kind_is_refused(tmp_path: Path) -> None:
     for kind in ("a\nb", "\ud800", "\x1b"):
         write_tensors(tmp_path / "a", kind, {}, {})
-        refused(tmp_path / "a", "not a file of selftpt")
+        refused(tmp_path / "a", "not a selftpt file")
 
 
-def test_of_another_kind(written: Path) -> None:
+def test_file_of_another_kind_is_refused(written: Path) -> None:
     refused(written, "holds a thing, not a prompt", kind="prompt")
 
 
-def test_of_a_newer_format(tmp_path: Path) -> None:
-    """Refused by that, and not as a file of another kind."""
+def test_file_of_a_newer_format_is_refused(tmp_path: Path) -> None:
+    """The message names the format even if the kind is also wrong."""
     write_tensors(tmp_path / "a", "thing", {"t": torch.zeros(3)}, {"format": FORMAT + 1})
     for kind in ("thing", "prompt"):
-        refused(tmp_path / "a", f"has format {FORMAT + 1}", f"reads {FORMAT}", "newer", kind=kind)
+        refused(tmp_path / "a", f"has format {FORMAT + 1}", f"reads formats up to {FORMAT}", "newer", kind=kind)
 
 
 # Damaged and untrusted files
@@ -397,7 +397,7 @@ def safetensors_bytes(layout: str | dict[str, Any], data: bytes = b"", length: i
 
 
 def signed(header: str, layout: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
-    """A file whose header has a valid digest."""
+    """Return a file whose header has a valid digest."""
     return safetensors_bytes({"__metadata__": {"selftpt": signature(header)}, **(layout or {})}, data)
 
 
@@ -405,7 +405,7 @@ def signature(header: str) -> str:
     return f"{hashlib.sha256(header.encode()).hexdigest()} {header}"
 
 
-def test_no_flipped_bit_gives_other_content(tmp_path: Path) -> None:
+def test_flipped_bit_is_refused_or_does_not_change_the_content(tmp_path: Path) -> None:
     file = tmp_path / "a"
     write_tensors(file, "thing", {"t": torch.arange(3.0), "u": torch.arange(2)}, {"name": "b"})
     data, (header, tensors) = file.read_bytes(), read_file(file)
@@ -418,14 +418,14 @@ def test_no_flipped_bit_gives_other_content(tmp_path: Path) -> None:
             found, others = read_file(file)
         except SelfTPTError as error:
             refusals.append(str(error))
-        else:  # a flipped bit of white space
+        else:  # the bit was in white space
             assert found == header
             assert all(torch.equal(others[name], tensor) for name, tensor in tensors.items())
     assert len(refusals) > 0.99 * len(data)
     assert all(text.isprintable() for text in refusals)
 
 
-def test_a_header_is_verified_without_the_tensors(written: Path) -> None:
+def test_header_is_verified_without_the_tensors(written: Path) -> None:
     data = bytearray(written.read_bytes())
     data[-3] ^= 1
     written.write_bytes(data)
@@ -439,23 +439,23 @@ def test_a_header_is_verified_without_the_tensors(written: Path) -> None:
 
 
 def test_format_1_is_read_without_digests(tmp_path: Path) -> None:
-    """Files of the first format, as the safetensors library wrote them."""
+    """Files of format 1 were written by the safetensors library."""
     file = tmp_path / "a"
     tensors = {"t": torch.randn(2, 3), "n": torch.arange(3)}
     safetensors.torch.save_file(tensors, file, {"selftpt": '{"format": 1, "kind": "thing", "more": 2}'})
     header, found = read_tensors(file, "thing", Schema({"more": int}))
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert header["tensors"] == {"t": {"dtype": "F32", "shape": [2, 3]}, "n": {"dtype": "I64", "shape": [3]}}
-    with pytest.raises(SelfTPTError, match="format 1, which has no digests: make it again"):
+    with pytest.raises(SelfTPTError, match="format 1, which has no digests: create it again"):
         read_tensors(file, "thing", Schema({"more": int}, oldest=2))
 
 
 @pytest.mark.parametrize("change", ["format", "digest", "both"])
-def test_a_file_whose_digest_is_gone_is_not_of_format_1(written: Path, change: str) -> None:
+def test_file_without_its_digest_is_not_read_as_format_1(written: Path, change: str) -> None:
     data = written.read_bytes()
     if change != "digest":
         data = data.replace(b'\\"format\\": 2', b'\\"format\\": 1')
-    if change != "format":  # the length of the header stays, as white space may follow it
+    if change != "format":  # white space keeps the length of the header
         start, stop = data.index(b'"selftpt":"') + 11, data.index(b"{\\")
         length = int.from_bytes(data[:8], "little")
         head = data[8:start] + data[stop : 8 + length]
@@ -471,15 +471,15 @@ EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
 def described(layout: dict[str, Any], data: bytes) -> bytes:
-    """A file whose header says what its layout says, with valid digests."""
+    """Return a file whose header agrees with its layout, with valid digests."""
     tensors = {}
     for name, entry in layout.items():
         try:
             start, stop = entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
             start, stop = 0, 0
-        told = {key: entry[key] for key in ("dtype", "shape") if key in entry}
-        tensors[name] = {**told, "sha256": hashlib.sha256(data[start:stop]).hexdigest()}
+        described_tensors = {key: entry[key] for key in ("dtype", "shape") if key in entry}
+        tensors[name] = {**described_tensors, "sha256": hashlib.sha256(data[start:stop]).hexdigest()}
     return signed(json.dumps({"format": 2, "kind": "thing", "tensors": tensors}), layout, data)
 
 
@@ -510,7 +510,7 @@ def described(layout: dict[str, Any], data: bytes) -> bytes:
     ],
 )  # fmt: skip
 def test_invalid_layouts_are_refused(tmp_path: Path, layout: dict[str, Any]) -> None:
-    """With a valid digest of what they say: overlaps, gaps, other sizes, unknown data types, overflows."""
+    """Overlaps, gaps, wrong sizes, unknown data types and overflows are refused even with valid digests."""
     (tmp_path / "a").write_bytes(described({"t": PART, "u": EMPTY}, bytes(8)))
     read_file(tmp_path / "a")
     (tmp_path / "a").write_bytes(described(layout, bytes(8)))
@@ -569,13 +569,13 @@ def test_header_size_is_limited(written: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(files, "MAX_HEADER", length)
     read_file(written)
     monkeypatch.setattr(files, "MAX_HEADER", length - 1)
-    refused(written, "not a file of selftpt")
+    refused(written, "not a selftpt file")
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 25, 1 << 40, (1 << 64) - 1])
-def test_headers_longer_than_the_file(tmp_path: Path, length: int) -> None:
+def test_invalid_header_length_is_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "a").write_bytes(safetensors_bytes({"__metadata__": {}}, length=length))
-    refused(tmp_path / "a", "not a file of selftpt")
+    refused(tmp_path / "a", "not a selftpt file")
 
 
 @pytest.mark.parametrize(
@@ -583,26 +583,26 @@ def test_headers_longer_than_the_file(tmp_path: Path, length: int) -> None:
     ["NaN", "-Infinity", "1e999", "9" * 30, "9" * 6000, '{"a": 1, "a": 2}', "[" * 10**5 + "]" * 10**5,
      "[" * 30 + "]" * 30, '"a'],
 )  # fmt: skip
-def test_json_that_is_refused(tmp_path: Path, value: str) -> None:
+def test_invalid_or_unusual_json_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         parse_json(f'{{"value": {value}}}')
     header = '{"format": 2, "kind": "thing", "tensors": {}'
     (tmp_path / "a").write_bytes(signed(f"{header}}}"))
     read_file(tmp_path / "a")
     (tmp_path / "a").write_bytes(signed(f'{header}, "value": {value}}}'))
-    refused(tmp_path / "a", "not a file of selftpt")
+    refused(tmp_path / "a", "not a selftpt file")
     metadata = json.dumps({"selftpt": signature(f"{header}}}")})
     (tmp_path / "a").write_bytes(safetensors_bytes(f'{{"__metadata__": {metadata}, "value": {value}}}'))
-    refused(tmp_path / "a", "not a file of selftpt")
+    refused(tmp_path / "a", "not a selftpt file")
 
 
-def test_json_that_is_accepted() -> None:
+def test_ordinary_json_is_accepted() -> None:
     value = {"a": [1, -2.5e-3, True, None, "é\n\ud800"], "b": {"c": {}}, "n": 2**63, "t": 1_700_000_000_000_000_000}
     assert parse_json(json.dumps(value)) == value
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
-    """Without waiting for what nobody writes to a pipe."""
+    """A named pipe does not block."""
     pipe, link, address = tmp_path / "pipe", tmp_path / "link", tmp_path / "socket"
     os.mkfifo(pipe)
     link.symlink_to("/dev/zero")
@@ -617,21 +617,21 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_a_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """A sparse file of 8 GB, which takes no room on the disk."""
+def test_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """The file is sparse: 8 GB that take no space on the disk."""
     size = 1 << 33
-    told = {"t": {"dtype": "F32", "shape": [size // 4], "sha256": "0" * 64}}
+    described_tensors = {"t": {"dtype": "F32", "shape": [size // 4], "sha256": "0" * 64}}
     layout = {"t": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
     file = tmp_path / "a"
-    file.write_bytes(signed(json.dumps({"format": 2, "kind": "thing", "tensors": told}), layout))
+    file.write_bytes(signed(json.dumps({"format": 2, "kind": "thing", "tensors": described_tensors}), layout))
     os.truncate(file, file.stat().st_size + size)
     refused(file, f"{file.stat().st_size} bytes")
 
 
-def test_a_file_that_is_cut_short_while_it_is_read(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_truncated_while_it_is_read_is_refused(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.fstat
     monkeypatch.setattr(os, "fstat", lambda handle: [os.truncate(written, 400), whole(handle)][1])
-    refused(written, "cut short")
+    refused(written, "truncated")
     monkeypatch.undo()
     header = files._read_header
 
@@ -679,7 +679,7 @@ TENSORS = {"w": torch.ones(2, 3), "b": torch.zeros(2)}
         ({}, {"w": torch.full((2, 3), math.inf)}, "'w' has values that are not finite"),
     ],
 )
-def test_what_does_not_follow_its_schema_is_neither_written_nor_read(
+def test_content_that_violates_its_schema_is_neither_written_nor_read(
     tmp_path: Path, header: dict[str, Any], tensors: dict[str, Any], words: str
 ) -> None:
     file = tmp_path / "a"
@@ -694,7 +694,7 @@ def test_what_does_not_follow_its_schema_is_neither_written_nor_read(
     assert "\n" not in str(caught.value)
 
 
-def test_what_follows_its_schema(tmp_path: Path) -> None:
+def test_content_that_follows_its_schema_round_trips(tmp_path: Path) -> None:
     file = tmp_path / "a"
     for changes in ({}, {"scale": 3}, {"more": "x"}):
         write_tensors(file, "thing", TENSORS, {**HEADER, **changes}, THING)
@@ -704,7 +704,7 @@ def test_what_follows_its_schema(tmp_path: Path) -> None:
         assert THING.check(found) == {"E": 2, "D": 3}
 
 
-def test_a_header_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
+def test_header_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(30):
         deep = [deep]
@@ -736,8 +736,8 @@ def test_equal_content_gives_equal_files_in_other_processes(tmp_path: Path) -> N
     assert len(contents) == 1
 
 
-def test_set_aside(tmp_path: Path) -> None:
-    """In place of the one that was set aside before."""
+def test_set_aside_renames_a_file_with_a_warning(tmp_path: Path) -> None:
+    """It replaces a file that was set aside earlier."""
     file, aside = tmp_path / "a.x", tmp_path / "a.x.damaged"
     for content in ("first", "second"):
         file.write_text(content)
@@ -753,20 +753,20 @@ def test_set_aside(tmp_path: Path) -> None:
     assert file.read_text() == "third"
 
 
-def test_nothing_is_appended_to_a_pipe(tmp_path: Path) -> None:
-    """Which would wait for a reader."""
+def test_appending_to_a_pipe_is_refused(tmp_path: Path) -> None:
+    """Opening a pipe would wait for a reader."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SelfTPTError, match="no ordinary file"):
+    with pytest.raises(SelfTPTError, match="not a regular file"):
         append_line(tmp_path / "pipe", "{}")
-    with pytest.raises(SelfTPTError, match="no ordinary file"):
+    with pytest.raises(SelfTPTError, match="not a regular file"):
         write_after(tmp_path / "pipe", 0, b"")
 
 
-# Names
+# Digests and the cache folder
 
 
-def test_digests() -> None:
-    """Told by value, whatever the order of keys; another for every other value."""
+def test_digest_depends_on_values_and_not_on_key_order() -> None:
+    """Different values give different digests."""
     assert digest("a", {"x": 1, "y": [2]}) == digest("a", {"y": (2,), "x": 1})
     parts: list[tuple[object, ...]] = [(), ("a",), ("a", "b"), ("ab",), (["a", "b"],), (1,), ("1",), (1.5,), (None,)]
     assert len({digest(*part) for part in parts}) == len(parts)
@@ -774,7 +774,7 @@ def test_digests() -> None:
     assert len(digest(os.fsdecode(b"\xff"))) == 32
 
 
-def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "mine"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -806,12 +806,12 @@ def test_without_a_home_the_cache_is_a_private_temporary_folder(
         cache_folder()
     expected.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    expected.rename(tmp_path / "selftpt-12345")  # it belongs to another user
+    expected.rename(tmp_path / "selftpt-12345")  # now the folder belongs to another user
     with pytest.raises(SelfTPTError, match="not a private folder of this user"):
         cache_folder()
 
 
-def test_a_link_is_no_private_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbolic_link_is_not_accepted_as_private_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

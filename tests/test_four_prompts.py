@@ -1,4 +1,4 @@
-"""The control of four prompts: three CoOps at three places and a hand-written sentence."""
+"""The four-prompt control: three CoOp prompts with different name positions, and a hand-crafted template."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.oracle.reference_sgd import minimise
 TEMPLATE = "a centered photo of {}, in the rain."
 
 
-def test_the_paper_s_set_up() -> None:
+def test_defaults_are_the_settings_of_the_paper() -> None:
     assert FourPromptsConfig() == FourPromptsConfig(TrainConfig(), "a photo of a {}.")
     assert FOUR_PROMPTS.uses_protocol_epochs(FOUR_PROMPTS.config)
 
 
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip"])
-def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> None:
-    """All places; then the class vectors of other names."""
+def test_training_equals_plain_sgd_steps(kind: str, tmp_path: Path) -> None:
+    """All three prompts are compared, then the class vectors of other names."""
     settings = changed(FourPromptsConfig(template=TEMPLATE), epochs=2, batch=4, lr=0.02, warmup_lr=0.01)
     context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
     names = [name.replace("_", " ") for name in context.source.names]
@@ -41,12 +41,12 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
         return [torch.autograd.grad(found[place], contexts[place])[0] for place in PLACES]
 
     start = words(exact, "a photo of a")
-    wanted = minimise(
+    expected = minimise(
         [start] * 3, gradients, *train_data(context, settings.learn), epochs=2, batch=4, lr=0.02, warmup=0.01
     )
     found = learned(FOUR_PROMPTS, settings, context)
     assert set(found) == set(PLACES)
-    for place, vectors in zip(PLACES, wanted, strict=True):
+    for place, vectors in zip(PLACES, expected, strict=True):
         assert (found[place] - vectors).norm() < 2e-4 * vectors.norm(), place
         assert (vectors - start).norm() > 1e-2
     classifier = FOUR_PROMPTS.fit(context, settings).for_classes(OTHERS, "{} texture.").classifier
@@ -55,8 +55,8 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
     assert relative(classifier.weights, four_prompts.vectors(exact, OTHERS, contexts, TEMPLATE)) < 1e-4
 
 
-def test_the_end_is_coop_s(tmp_path: Path) -> None:
-    """Bit by bit, also where vectors are drawn; other places draw others."""
+def test_end_prompt_equals_the_prompt_of_coop_bitwise(tmp_path: Path) -> None:
+    """Also its random vectors; those of the other prompts differ."""
     settings = changed(FourPromptsConfig(), epochs=2, length=6)
     found = learned(FOUR_PROMPTS, settings, make_context(tmp_path))
     coop = METHODS["coop"]
@@ -65,10 +65,10 @@ def test_the_end_is_coop_s(tmp_path: Path) -> None:
     assert not torch.allclose(found["end"][:2], found["front"][:2], atol=1e-3)
 
 
-def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism_resuming_reuse_chunking_and_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_method(FOUR_PROMPTS, changed(FourPromptsConfig(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
 
 
-def test_a_wrong_template_is_refused() -> None:
+def test_invalid_template_is_refused() -> None:
     with pytest.raises(SelfTPTError, match="template"):
         FourPromptsConfig(template="no place for a name")

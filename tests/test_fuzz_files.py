@@ -1,4 +1,4 @@
-"""A few hundred mutated files; `python -m tests.fuzz --kind files --n 5000` runs a campaign."""
+"""Fuzzing with a few hundred mutated files; `python -m tests.fuzz --kind files --n 5000` runs more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from selftpt.files import read_file
 from tests.fuzz import run
-from tests.fuzz_files import KINDS, Parts, folders
+from tests.fuzz_files import KINDS, Parts, valid_files
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +23,12 @@ def test_mutated_files_are_refused_set_aside_or_give_the_same_answer() -> None:
 
 
 def test_unchanged_and_signed_files_are_valid(tmp_path: Path) -> None:
-    """Otherwise the mutations would be refused for another reason."""
-    for name, path in folders(tmp_path).items():
+    """Otherwise mutated files would be refused for another reason."""
+    for name, path in valid_files(tmp_path).items():
         if name != "records":
             parts = Parts.of(path.read_bytes())
             assert parts.join() == path.read_bytes()
-            parts.signed()
+            parts.sign()
             path.write_bytes(parts.join())
             read_file(path)
-    assert KINDS.keys() == folders(tmp_path).keys()
+    assert KINDS.keys() == valid_files(tmp_path).keys()

@@ -1,4 +1,4 @@
-"""A few hundred mutated images; `python -m tests.fuzz --kind images --n 5000` runs a campaign."""
+"""Fuzzing with a few hundred mutated images; `python -m tests.fuzz --kind images --n 5000` runs more."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_mutated_images_are_decoded_or_refused_in_one_line() -> None:
     assert not report.failures, f"SELFTPT_FUZZ_SEED={seed}\n{report}"
 
 
-def test_the_unchanged_samples_are_valid(tmp_path: Path) -> None:
-    """Otherwise the mutations would be refused for another reason."""
+def test_unchanged_samples_are_valid(tmp_path: Path) -> None:
+    """Otherwise mutated images would be refused for another reason."""
     for name, data, size in samples():
         if size != (0, 0):
             path = tmp_path / "a"

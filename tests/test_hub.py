@@ -1,4 +1,4 @@
-"""Sharing through the hub, against a local stand-in for its HTTP interface."""
+"""Sharing through the Hugging Face hub, tested with a local stub of its HTTP API."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def classifier() -> Classifier:
 
 
 def run_python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process that has its own Hugging Face folder, and no token unless it is given."""
+    """Run code in a new process with its own Hugging Face folder, and without a token unless one is given."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     own = {"HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", **environment}
     return subprocess.run(
@@ -63,7 +63,7 @@ def same(first: Prompt, second: Prompt) -> bool:
 
 
 def card_of(server: Hub, repo: str = REPO) -> tuple[dict[str, Any], str]:
-    """The metadata and the Markdown of an uploaded card."""
+    """Return the metadata and the Markdown of an uploaded card."""
     _, metadata, text = server.repositories[repo].files["README.md"].decode().split("---\n", 2)
     return yaml.safe_load(metadata), text
 
@@ -144,7 +144,7 @@ def test_explicit_token_is_sent_instead_of_the_environment(server: Hub, prompt: 
     assert REPO not in server.repositories
 
 
-def test_cached_file_is_used_without_a_connection(server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_file_is_used_without_connection(server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt.push_to_hub(REPO)
     Prompt.from_hub(REPO)
     server.down = True
@@ -243,7 +243,7 @@ HOSTILE = [
 
 
 def markup(text: str) -> set[str]:
-    """Everything in a card, apart from headings, tables and code blocks, that Markdown does not show as plain text."""
+    """Return all Markdown markup of a card other than headings, tables and code blocks."""
     tokens = MarkdownIt("commonmark").enable("table").parse(text.split("---\n", 2)[2])
     blocks = {
         one.type for one in tokens if not one.type.startswith(("heading", "table", "thead", "tbody", "tr", "th", "td"))
@@ -316,7 +316,7 @@ def test_edited_card_is_kept_with_a_warning(server: Hub, prompt: Prompt, classif
         classifier.push_to_hub("alice/other")
 
 
-# What is shared, and with whom
+# Privacy
 
 
 def test_folders_of_this_machine_are_not_uploaded(server: Hub, prompt: Prompt, classifier: Classifier) -> None:
@@ -372,7 +372,7 @@ def test_download_errors_say_what_to_do(server: Hub, prompt: Prompt, monkeypatch
         ("alice/missing", {"token": False}, "no such repository, or it is private"),
         ("alice/private", {"token": False}, "no such repository, or it is private"),
         ("alice/gated", {}, f"it is gated: accept its terms on {server.url}/alice/gated"),
-        (REPO, {}, "does not hold a prompt of selftpt"),
+        (REPO, {}, "does not contain a prompt of selftpt"),
         (REPO, {"revision": "v9"}, "no revision 'v9'"),
         (REPO, {"token": "hf_other"}, "the token is not valid: run `hf auth login`"),
     ):
@@ -399,7 +399,7 @@ def test_push_errors_say_what_to_do(server: Hub, prompt: Prompt, monkeypatch: py
         prompt.push_to_hub(REPO)
 
 
-def test_offline_mode_is_named(server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_offline_mode_names_it(server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for call in (Prompt.from_hub, Classifier.from_hub, prompt.push_to_hub):
         with pytest.raises(SelfTPTError, match="HF_HUB_OFFLINE is set"):
@@ -407,10 +407,10 @@ def test_offline_mode_is_named(server: Hub, prompt: Prompt, monkeypatch: pytest.
     assert server.requests == []
 
 
-def test_no_connection_is_one_line(tmp_path: Path) -> None:
+def test_error_without_connection_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"  # nobody listens
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"  # no server listens on this port
         code = f"""
 from selftpt import Prompt, SelfTPTError
 for call in (Prompt.from_hub, Prompt.embedded().push_to_hub):
@@ -426,10 +426,10 @@ for call in (Prompt.from_hub, Prompt.embedded().push_to_hub):
     assert f"cannot upload to {REPO}: {endpoint} cannot be reached: check the connection" in upload
 
 
-# Files from strangers
+# Untrusted files
 
 
-def test_file_that_is_not_of_selftpt_is_refused(
+def test_file_of_another_program_is_refused(
     server: Hub, prompt: Prompt, classifier: Classifier, tmp_path: Path
 ) -> None:
     save_file({"context": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
@@ -499,7 +499,7 @@ def test_push_command_uploads_a_prompt_and_a_classifier(
     assert server.repositories["alice/pets"].private
 
 
-def test_commands_take_prompts_and_classifiers_of_the_hub(
+def test_commands_accept_prompts_and_classifiers_from_the_hub(
     server: Hub, run: Run, prompt: Prompt, classifier: Classifier, tmp_path: Path
 ) -> None:
     prompt.push_to_hub(REPO)

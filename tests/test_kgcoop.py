@@ -1,4 +1,4 @@
-"""KgCoOp against its equations read out loud."""
+"""KgCoOp equals a reference implementation of its equations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.test_objective import NAMES, SCALE, batch_of
 TEMPLATE = "a centered photo of {}, in the rain."
 
 
-def test_the_authors_settings() -> None:
+def test_defaults_are_the_authors_settings() -> None:
     assert KgcoopConfig() == KgcoopConfig(
         TrainConfig(batch=128, epochs=100, lr=0.002, length=4), 8.0, "a photo of a {}."
     )
@@ -36,7 +36,7 @@ def test_the_authors_settings() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 6), st.integers(0, 2**31))
-def test_distance(classes: int, dimension: int, seed: int) -> None:
+def test_distance_equals_the_reference(classes: int, dimension: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, classes, dimension, generator=generator, dtype=torch.float64)
     assert distance(a, b).item() == pytest.approx(kgcoop.distance(a, b).item(), abs=1e-12)
@@ -44,24 +44,26 @@ def test_distance(classes: int, dimension: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "worldwide", "siglip", "clipa"])
-def test_loss_and_gradient(kind: str) -> None:
+def test_loss_and_gradient_equal_the_reference(kind: str) -> None:
     model = small(kind, torch.float64)
     batch, p = batch_of(model, len(NAMES)), random_prompt(model, 3).requires_grad_()
-    wanted = kgcoop.loss(model, NAMES, p, batch.images, batch.labels, 1 / SCALE, 8.0, TEMPLATE)
-    (by_prompt,) = torch.autograd.grad(wanted, p)
+    expected = kgcoop.loss(model, NAMES, p, batch.images, batch.labels, 1 / SCALE, 8.0, TEMPLATE)
+    (by_prompt,) = torch.autograd.grad(expected, p)
     text = model.model.text
     tokens = tokenize(NAMES, text.tokenizer, model.context)
-    guided = functools.partial(loss, batch=batch, hand_crafted=encode_template(text, tokens, TEMPLATE), weight=8.0)
+    loss_of_classes = functools.partial(
+        loss, batch=batch, hand_crafted=encode_template(text, tokens, TEMPLATE), weight=8.0
+    )
     for chunk in (None, 2):
         encoder = TextEncoder(text, tokens, 3, ["end"], chunk=chunk)
-        value, (found,) = prompt_gradient(encoder, p.detach(), lambda classes: guided(classes[0]))
-        assert value.item() == pytest.approx(wanted.item(), rel=1e-9)
+        value, (found,) = prompt_gradient(encoder, p.detach(), lambda classes: loss_of_classes(classes[0]))
+        assert value.item() == pytest.approx(expected.item(), rel=1e-9)
         assert relative(found, by_prompt) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
-def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> None:
-    """The first update and some more; then new class names under the learned prompt."""
+def test_training_equals_plain_sgd_steps(kind: str, tmp_path: Path) -> None:
+    """Then the class vectors of other names are compared."""
     settings = changed(KgcoopConfig(template=TEMPLATE), epochs=3, batch=4, lr=0.02, warmup_lr=0.01)
     context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
     names = [name.replace("_", " ") for name in context.source.names]
@@ -72,12 +74,12 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
         return list(torch.autograd.grad(value, p))
 
     start = words(exact, "a photo of a")
-    (wanted,) = minimise(
+    (expected,) = minimise(
         [start], gradients, *train_data(context, settings.learn), epochs=3, batch=4, lr=0.02, warmup=0.01
     )
     found = learned(KGCOOP, settings, context)["context"]
-    assert (found - wanted).norm() < 2e-4 * wanted.norm()
-    assert (wanted - start).norm() > 1e-2
+    assert (found - expected).norm() < 2e-4 * expected.norm()
+    assert (expected - start).norm() > 1e-2
     classifier = KGCOOP.fit(context, settings).for_classes(OTHERS, "{} texture.").classifier
     assert isinstance(classifier, Classifier)
     classes = reference.encode(exact, "end", OTHERS, found.double())
@@ -86,19 +88,19 @@ def test_learning_equals_a_loop_of_plain_steps(kind: str, tmp_path: Path) -> Non
     assert Classifier.load(tmp_path / "classifier").origin["settings"]["template"] == TEMPLATE
 
 
-def test_the_weight_holds_it_near(tmp_path: Path) -> None:
-    """The more weight, the nearer are the class vectors to the hand-written ones."""
-    far = []
+def test_higher_weight_keeps_class_vectors_closer_to_the_hand_crafted_ones(tmp_path: Path) -> None:
+    """The distance decreases as the weight increases."""
+    distances = []
     for weight in (0.0, 8.0, 200.0):
         settings = changed(KgcoopConfig(weight=weight), epochs=8, batch=9, warmup_lr=0.002, words="kite")
         classifier: Any = KGCOOP.fit(make_context(tmp_path), settings).for_classes(NAMES, "{}").classifier
         model = small("vit")
-        hand = reference.encode(model, "hand_crafted", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
-        far.append(distance(classifier.weights, hand).item())
-    assert far[0] > far[1] > far[2]
+        hand_crafted = reference.encode(model, "hand_crafted", NAMES, torch.zeros(0, 32), KgcoopConfig.template)
+        distances.append(distance(classifier.weights, hand_crafted).item())
+    assert distances[0] > distances[1] > distances[2]
 
 
-def test_what_every_method_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism_resuming_reuse_chunking_and_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_method(KGCOOP, changed(KgcoopConfig(), epochs=2, length=5, lr=0.1), tmp_path, monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""LASP against slow code: on features, and on pixels where the LayerNorms of a ViT are tuned."""
+"""LASP equals a slow reference, on features and on pixels with tuned LayerNorms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers.models import KINDS, SPECS, Small, model, names_of, random_pr
 from tests.oracle import lasp as oracle
 from tests.oracle import reference
 
-NAMES = ["cat", "red kite", "blue bird in the rain", "dog etc."]  # of the last, CLIP joins both full stops in one token
+NAMES = ["cat", "red kite", "blue bird in the rain", "dog etc."]  # CLIP joins both full stops of the last name
 TEMPLATES = ("a photo of the {}.", "{} in the snow", "a blue {}.")
 SHORT = LaspConfig(LaspTrainConfig(length=3, epochs=2, batch=4, warmup_epochs=1, warmup_lr=0.05), TEMPLATES)
 
@@ -50,7 +50,7 @@ def config(**changes: Any) -> LaspConfig:
 
 
 def exact(kind: str) -> Small:
-    """A small model with its image tower too in float64."""
+    """Return a small model whose image tower is also in float64."""
     tiny = copy.deepcopy(small(kind, torch.float64))
     tiny.clip.visual.double()
     return tiny
@@ -80,17 +80,17 @@ def test_step_on_features_equals_the_reference(kind: str, chunk: int | None) -> 
     hand_crafted = task.hand_crafted + 0.1
     found, (by_prompt, by_bias) = step(task, prompt, bias.clone(), [], lambda: images, labels, hand_crafted, 20.0, 5.0)
     p, b = prompt.clone().requires_grad_(), bias.clone().requires_grad_()
-    slow = [[embedding + 0.1 for embedding in some] for some in oracle.hand_written(tiny, NAMES, TEMPLATES)]
+    slow = [[embedding + 0.1 for embedding in some] for some in oracle.hand_crafted_embeddings(tiny, NAMES, TEMPLATES)]
     ce, text = oracle.losses(tiny, NAMES, p, b, images, labels, slow, 20.0)
-    wanted = torch.autograd.grad(ce + 5 * text, [p, b])
+    expected = torch.autograd.grad(ce + 5 * text, [p, b])
     assert found == {"ce": pytest.approx(ce.item()), "text": pytest.approx(text.item())}
-    assert relative(by_prompt, wanted[0]) < 1e-9
-    assert relative(by_bias, wanted[1]) < 1e-9
+    assert relative(by_prompt, expected[0]) < 1e-9
+    assert relative(by_bias, expected[1]) < 1e-9
 
 
 @pytest.mark.parametrize(("kind", "chunk"), [("vit", None), ("vit", 2), ("worldwide", None)])
 def test_step_on_pixels_equals_open_clip_with_other_norms(kind: str, chunk: int | None) -> None:
-    """The model itself stays as it is."""
+    """The model itself does not change."""
     tiny = exact(kind)
     task = Task.of(tiny.model, NAMES, config(chunk=chunk))
     prompt, bias, labels = random_prompt(tiny, 3), bias_of(tiny), torch.tensor([3, 0, 1])
@@ -109,12 +109,12 @@ def test_step_on_pixels_equals_open_clip_with_other_norms(kind: str, chunk: int 
     )
     own = {name: tensor.detach().clone().requires_grad_() for name, tensor in norms.items()}
     p = prompt.clone().requires_grad_()
-    slow = oracle.hand_written(tiny, NAMES, TEMPLATES)
+    slow = oracle.hand_crafted_embeddings(tiny, NAMES, TEMPLATES)
     images = oracle.images(tiny, own, pixels)
     ce, text = oracle.losses(tiny, NAMES, p, bias, images, labels, slow, 20.0)
-    wanted = torch.autograd.grad(ce + 5 * text, [p, *own.values()])
-    assert relative(gradients[0], wanted[0]) < 1e-9
-    for name, found, right in zip(norms, gradients[2:], wanted[1:], strict=True):
+    expected = torch.autograd.grad(ce + 5 * text, [p, *own.values()])
+    assert relative(gradients[0], expected[0]) < 1e-9
+    for name, found, right in zip(norms, gradients[2:], expected[1:], strict=True):
         assert relative(found, right) < 1e-9, name
         assert right.norm() > 0
     after = tiny.clip.state_dict()
@@ -123,7 +123,7 @@ def test_step_on_pixels_equals_open_clip_with_other_norms(kind: str, chunk: int 
 
 
 def test_two_norms_of_each_block_are_tuned() -> None:
-    """As in the authors' log."""
+    """The authors' log has the same number."""
     found = model("qk-norm").image.norms()
     assert set(found) == {
         f"transformer.resblocks.{i}.ln_{j}.{part}" for i in (0, 1) for j in (1, 2) for part in ("weight", "bias")
@@ -138,7 +138,7 @@ def test_only_towers_that_run_the_block_loop_are_tuned(kind: str) -> None:
 
 
 def test_tuned_features_pass_the_norms_to_the_tower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an argument of the forward pass, not by a change of the model."""
+    """The norms are an argument of the forward pass; the model does not change."""
     tiny, given = model(), []
     norms, forward = moved(tiny.image.norms()), type(tiny.image).forward
 
@@ -153,7 +153,7 @@ def test_tuned_features_pass_the_norms_to_the_tower(monkeypatch: pytest.MonkeyPa
 
 
 def test_learning_rates_are_those_of_the_authors_log() -> None:
-    """It prints those of the LayerNorms."""
+    """The log has the rates of the LayerNorms."""
     printed = [1e-5, 1e-5, 1e-5, 3.2e-3, 3.1874e-3, 3.1497e-3, 3.0876e-3, 3.0021e-3, 2.8944e-3]
     assert [norms_rate(epoch, LaspTrainConfig()) for epoch in range(9)] == pytest.approx(printed, rel=2e-5)
     assert rate(0, LaspTrainConfig()) == 1e-5
@@ -162,7 +162,7 @@ def test_learning_rates_are_those_of_the_authors_log() -> None:
 
 @pytest.mark.parametrize("of_pixels", [False, True])
 def test_training_equals_plain_steps(of_pixels: bool, tmp_path: Path) -> None:
-    """SGD written out, gradients clipped, noise in some steps, LayerNorms at a tenth of the rate after warm-up."""
+    """The reference clips gradients, adds noise in some steps, and uses a tenth of the learning rate for LayerNorms."""
     chosen = dataclasses.replace(config(words="photo of the", lr=0.3, seed=3, epochs=4), layer_norms=of_pixels)
     tiny, source = exact("vit"), Source.from_folder(make_photos(tmp_path))
     names = [name.replace("_", " ") for name in source.names]
@@ -177,7 +177,7 @@ def test_training_equals_plain_steps(of_pixels: bool, tmp_path: Path) -> None:
     parameters = [prompt, torch.zeros(1, tiny.spec.dimension, dtype=torch.float64), *norms.values()]
     start = [p.clone() for p in parameters]
     momentum = [torch.zeros_like(p) for p in parameters]
-    plain_embeddings, lengths, noises = oracle.hand_written(tiny, names, TEMPLATES), [], 0
+    plain_embeddings, lengths, noises = oracle.hand_crafted_embeddings(tiny, names, TEMPLATES), [], 0
     for epoch in range(4):
         order = torch.randperm(9, generator=torch.Generator().manual_seed(3 * 100_003 + epoch))
         for number in range(2):
@@ -202,9 +202,9 @@ def test_training_equals_plain_steps(of_pixels: bool, tmp_path: Path) -> None:
     assert 0 < noises < 8
     assert max(lengths) > 1
     assert set(found) == {"context", "bias", *norms}
-    for name, wanted, was in zip(("context", "bias", *norms), parameters, start, strict=True):
-        assert relative(found[name] - was, wanted - was) < 1e-2, name
-        assert relative(was, wanted) > 1e-3, name
+    for name, expected, was in zip(("context", "bias", *norms), parameters, start, strict=True):
+        assert relative(found[name] - was, expected - was) < 1e-2, name
+        assert relative(was, expected) > 1e-3, name
 
 
 def test_single_steps_on_features_in_memory_equal_a_run(tmp_path: Path) -> None:
@@ -224,17 +224,17 @@ def test_single_steps_on_pixels_equal_a_run(tmp_path: Path) -> None:
 
 def test_pixels_cannot_be_learned_from_features(tmp_path: Path) -> None:
     source = Source.from_features(F.normalize(torch.ones(4, 24), dim=-1), [0, 0, 1, 1], ["cat", "dog"])
-    with pytest.raises(SelfTPTError, match="learns from pixels: give a source of images, not of features"):
+    with pytest.raises(SelfTPTError, match="learns from pixels: give a source with images"):
         LASP.fit(FitContext(model(), source, tmp_path), SHORT)
 
 
-def test_only_long_gradients_are_clipped() -> None:
+def test_gradients_are_clipped_only_above_the_maximum_norm() -> None:
     short, long = [torch.tensor([0.3]), torch.tensor([0.4, 0.0])], [torch.tensor([3.0]), torch.tensor([4.0, 0.0])]
     assert [g.tolist() for g in clipped(short, 1.0)] == [g.tolist() for g in short]
     assert torch.cat(clipped(long, 2.0)).tolist() == pytest.approx([1.2, 1.6, 0.0], rel=1e-5)
 
 
-def test_noise_is_added_in_half_of_the_steps() -> None:
+def test_noise_is_added_in_about_half_of_the_steps() -> None:
     zeros = torch.zeros(2, 3, 400)
     drawn = [noisy(zeros, 0.05, f"{i}") for i in range(200)]
     with_noise = [one for one in drawn if one.any()]
@@ -243,7 +243,7 @@ def test_noise_is_added_in_half_of_the_steps() -> None:
     assert torch.equal(drawn[5], noisy(zeros, 0.05, "5"))
 
 
-def test_crops_are_those_of_the_features(tmp_path: Path) -> None:
+def test_crops_equal_those_of_the_features(tmp_path: Path) -> None:
     photos = make_photos(tmp_path)
     (photos / "kite" / "1.png").write_text("not an image")
     errors: list[object] = []
@@ -261,19 +261,21 @@ def test_crops_are_those_of_the_features(tmp_path: Path) -> None:
 
 
 def test_untuned_norms_give_the_features_of_the_model() -> None:
-    """Also while other threads use other LayerNorms with the same model."""
+    """Also while other threads use the same model with other LayerNorms."""
     tiny, pixels = model(), pixels_of(model(), 5)
     norms = {name: tensor.clone() for name, tensor in tiny.image.norms().items()}
-    wanted, different = tiny.encode_images(pixels), tuned_features(tiny, moved(norms), pixels)
-    assert relative(different, wanted) > 0.01
+    expected, different = tiny.encode_images(pixels), tuned_features(tiny, moved(norms), pixels)
+    assert relative(different, expected) > 0.01
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda i: tuned_features(tiny, moved(norms) if i % 2 else norms, pixels), range(40)))
     for i, features in enumerate(made):
-        assert relative(features, different if i % 2 else wanted) < 1e-5
+        assert relative(features, different if i % 2 else expected) < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "norms"), [("vit", True), ("vit", False), ("resnet", True)])
-def test_learned_once_for_each_seed(kind: str, norms: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_learned_once_per_seed(
+    kind: str, norms: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen, paths = dataclasses.replace(SHORT, layer_norms=norms), make_context(tmp_path).source.paths
     provider = FeatureProvider(model(kind), LASP.views(chosen), on_error=raise_error)
 
@@ -301,8 +303,8 @@ def test_predictor_is_the_tuned_tower_and_the_classifier(tmp_path: Path) -> None
     pixels = pixels_of(model(), 4).unflatten(0, (2, 2))
     images = oracle.images(small("vit"), norms, pixels.flatten(0, 1))
     weights = [oracle.unit(w + bias[0]) for w in reference.encode(small("vit"), "end", ["cat", "dog"], prompt)]
-    wanted = reference.probabilities(images, torch.stack(weights), 1 / model().scale).unflatten(0, (2, 2)).mean(1)
-    assert torch.allclose(predictor(pixels), wanted, atol=1e-4)
+    expected = reference.probabilities(images, torch.stack(weights), 1 / model().scale).unflatten(0, (2, 2)).mean(1)
+    assert torch.allclose(predictor(pixels), expected, atol=1e-4)
 
 
 def test_interrupted_training_resumes_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +326,7 @@ def test_interrupted_training_resumes_bitwise(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["vit", "clipa"])
-def test_class_list_in_chunks_equals_the_whole(kind: str) -> None:
+def test_chunked_class_list_equals_unchunked(kind: str) -> None:
     names = names_of([1, 3, 2, 5, 1, 2, 4])
     tensors = {"context": random_prompt(small(kind), 3), "bias": bias_of(small(kind))}
 
@@ -354,20 +356,20 @@ def test_class_list_in_chunks_equals_the_whole(kind: str) -> None:
         (LaspTrainConfig, {"lr": 0.0}),
     ],
 )
-def test_wrong_configuration_is_refused(kind: type, wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(kind: type, wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=r"must (be|have)"):
         kind(**wrong)
 
 
-def test_template_that_leaves_no_room_is_refused() -> None:
+def test_template_that_is_too_long_for_the_names_is_refused() -> None:
     long = dataclasses.replace(SHORT, templates=("{}", "a photo of the {} in the snow and rain and wind."))
-    tiny = small("layerscale").model  # 32 positions
+    tiny = small("layerscale").model  # context length 32
     with pytest.raises(SelfTPTError, match="too long: it has 19 tokens"):
         Task.of(tiny, [*NAMES, names_of([19])[0]], long)
     Task.of(tiny, [*NAMES, names_of([18])[0]], long)
 
 
-def test_table_has_the_method() -> None:
+def test_method_is_registered() -> None:
     assert METHODS["lasp"] is LASP
     assert LASP.seeded(7).learn.seed == 7
     assert len(LASP.config.templates) == 35

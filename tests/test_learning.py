@@ -36,7 +36,7 @@ NAMES = ("red fox", "blue whale", "kite", "old man of the sea")
 
 
 def source(count: int = 8, epochs: int = 3, dimension: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random features [N, epochs, D] and labels [N]."""
+    """Return random features [N, epochs, D] and labels [N]."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, epochs, dimension, generator=generator)
     return F.normalize(features, dim=-1), torch.arange(count) % len(NAMES)
@@ -61,7 +61,7 @@ def test_learning_rate_is_constant_in_the_first_epoch_and_then_follows_a_cosine(
 
 
 def test_learn_equals_sgd_on_the_reference_losses() -> None:
-    """Algorithm 1 with the reference gradients and SGD written out."""
+    """The reference is Algorithm 1 with reference gradients and SGD written out."""
     config = LearnConfig(epochs=3, batch=3, lr=0.05, warmup_lr=0.01, length=2, words="photo of")
     tiny = small("vit", torch.float64)
     tokens = class_tokens(tiny.model.text.tokenizer, NAMES, 2, config.contrast)
@@ -94,7 +94,7 @@ def test_learn_equals_sgd_on_the_reference_losses() -> None:
     assert (learned.context - tiny.embedding[torch.tensor(tiny.encode("photo of"))]).norm() > 1e-2
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
+def test_same_seed_gives_the_same_bits_and_another_seed_does_not() -> None:
     config = LearnConfig(epochs=2)
     first = run(config)
     assert same_bits(first, run(config))
@@ -102,7 +102,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not() -> None:
 
 
 @pytest.mark.parametrize("after", [1, 2])
-def test_a_run_interrupted_after_an_epoch_resumes_bitwise_identically(
+def test_run_interrupted_after_an_epoch_resumes_bitwise_identically(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = LearnConfig(epochs=3, gm=0.5)
@@ -127,7 +127,7 @@ def test_a_run_interrupted_after_an_epoch_resumes_bitwise_identically(
     assert not Path(f"{out}.checkpoint").exists()
 
 
-def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_of_other_settings_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, finish = tmp_path / "p.safetensors", RunFiles.finish
 
     def stop(self: RunFiles, prompt: Prompt) -> None:
@@ -137,12 +137,12 @@ def test_a_checkpoint_of_other_settings_is_not_used(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         run(LearnConfig(epochs=2, lr=0.1), out)
     monkeypatch.setattr(RunFiles, "finish", finish)
-    with pytest.warns(SelfTPTWarning, match="from the start: .* is of another run"):
+    with pytest.warns(SelfTPTWarning, match="from the start: .* belongs to another run"):
         assert same_bits(run(LearnConfig(epochs=2, lr=0.2), out), run(LearnConfig(epochs=2, lr=0.2)))
 
 
 def interrupted(out: Path, monkeypatch: pytest.MonkeyPatch, config: LearnConfig) -> Path:
-    """The checkpoint of a run that was stopped after its first epoch."""
+    """Return the checkpoint of a run that was stopped after its first epoch."""
     keep = RunFiles.keep
 
     def stop(self: RunFiles, *rest: Any) -> None:
@@ -157,7 +157,7 @@ def interrupted(out: Path, monkeypatch: pytest.MonkeyPatch, config: LearnConfig)
 
 
 def rewrite(file: Path, header: dict[str, Any] | None = None, tensors: dict[str, Tensor | None] | None = None) -> None:
-    """Write a checkpoint with some changes, and valid digests."""
+    """Rewrite a checkpoint with changes and valid digests."""
     found, kept = read_file(file)
     changed = {name: tensor for name, tensor in {**kept, **(tensors or {})}.items() if tensor is not None}
     write_tensors(file, "checkpoint", changed, {**found, **(header or {})})
@@ -173,15 +173,15 @@ def cut_log(file: Path) -> None:
     os.truncate(file.with_suffix(".log.jsonl"), 100)
 
 
-HARM: list[tuple[Callable[[Path], None], str]] = [
-    (lambda file: file.write_text("damaged"), "not a file of selftpt"),
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (lambda file: file.write_text("damaged"), "not a selftpt file"),
     (flip, "does not match its digest"),
-    (cut_log, "bytes were logged, and .* has 100"),
-    (lambda file: rewrite(file, {"epochs": 3}), "3 epochs of 2 are done"),
-    (lambda file: rewrite(file, {"epochs": 0}), "0 epochs of 2 are done"),
+    (cut_log, "bytes, and now it has 100"),
+    (lambda file: rewrite(file, {"epochs": 3}), "number of epochs is 3, not 1 to 2"),
+    (lambda file: rewrite(file, {"epochs": 0}), "number of epochs is 0, not 1 to 2"),
     (lambda file: rewrite(file, {"epochs": "1"}), "epochs must be an integer"),
-    (lambda file: rewrite(file, {"logged": -1}), "-1 bytes were logged"),
-    (lambda file: rewrite(file, {"logged": 10**15}), "bytes were logged"),
+    (lambda file: rewrite(file, {"logged": -1}), "had -1 bytes"),
+    (lambda file: rewrite(file, {"logged": 10**15}), "0 bytes, and now"),
     (lambda file: rewrite(file, {"format": 1}), "no digest"),
     (lambda file: rewrite(file, {"more": 1}), "unknown entry"),
     (lambda file: rewrite(file, None, {"parameter.5": torch.zeros(2)}), "not those of this run"),
@@ -197,14 +197,14 @@ HARM: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("harm", "words"), HARM)
-def test_a_damaged_checkpoint_is_set_aside(
-    harm: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_damaged_checkpoint_is_set_aside(
+    damage: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is a warning, and the run starts again from the beginning, with a complete log."""
+    """The run warns, starts from the beginning, and writes a complete log."""
     config, out, whole = LearnConfig(epochs=2), tmp_path / "p", tmp_path / "whole"
     checkpoint = interrupted(out, monkeypatch, config)
-    harm(checkpoint)
+    damage(checkpoint)
     content = checkpoint.read_bytes()
     with pytest.warns(SelfTPTWarning, match=f"learning from the start: .*{words}.*: set aside as p.checkpoint.damaged"):
         found = run(config, out)
@@ -215,14 +215,14 @@ def test_a_damaged_checkpoint_is_set_aside(
     assert not checkpoint.exists()
 
 
-def test_a_pipe_instead_of_a_checkpoint_does_not_block_a_run(tmp_path: Path) -> None:
+def test_pipe_instead_of_a_checkpoint_does_not_block_a_run(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.checkpoint")
     with pytest.warns(SelfTPTWarning, match="not a regular file"):
         assert same_bits(run(LearnConfig(epochs=1), tmp_path / "p"), run(LearnConfig(epochs=1)))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_state_is_restored_completely_or_not_at_all(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_state_is_restored_completely_or_not_at_all(optimizer: type[torch.optim.Optimizer]) -> None:
     def make() -> State:
         parameters = [torch.ones(2, 3), torch.zeros(4)]
         return State(parameters, optimizer(parameters, lr=0.1), remembers={"average": torch.zeros(2)})  # type: ignore[call-arg]
@@ -250,7 +250,7 @@ def test_a_state_is_restored_completely_or_not_at_all(optimizer: type[torch.opti
         assert not fresh.memory
 
 
-def test_a_run_stopped_between_log_and_checkpoint_logs_every_step_once(
+def test_run_stopped_between_log_and_checkpoint_logs_every_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "stopped"
@@ -278,8 +278,8 @@ selftpt.learn(model, sys.argv[2], selftpt.LearnConfig(epochs=40, batch=2), out=s
 """
 
 
-def test_a_run_killed_at_any_moment_resumes_bitwise_identically(tmp_path: Path) -> None:
-    """kill -9 while features are computed or prompts are learned, several times over."""
+def test_run_killed_at_any_moment_resumes_bitwise_identically(tmp_path: Path) -> None:
+    """The process is killed several times while it computes features or learns."""
     folder, photos = make_model(tmp_path / "model"), make_photos(tmp_path / "photos")
 
     def start(out: Path, cache: Path) -> subprocess.Popen[bytes]:
@@ -287,7 +287,7 @@ def test_a_run_killed_at_any_moment_resumes_bitwise_identically(tmp_path: Path) 
         return subprocess.Popen(command, env={**os.environ, "SELFTPT_CACHE": str(cache)})
 
     whole, out = tmp_path / "whole.safetensors", tmp_path / "killed.safetensors"
-    undisturbed = start(whole, tmp_path / "cache 1")
+    uninterrupted = start(whole, tmp_path / "cache 1")
     killed = start(out, tmp_path / "cache 2")
     signs = [lambda: any((tmp_path / "cache 2").rglob("*.safetensors")), Path(f"{out}.checkpoint").exists]
     for sign in signs:
@@ -297,12 +297,12 @@ def test_a_run_killed_at_any_moment_resumes_bitwise_identically(tmp_path: Path) 
         assert killed.wait() == -signal.SIGKILL, "it must not end before it is killed"
         killed = start(out, tmp_path / "cache 2")
     assert killed.wait() == 0
-    assert undisturbed.wait() == 0
+    assert uninterrupted.wait() == 0
     assert out.read_bytes() == whole.read_bytes()
     assert Path(f"{out}.log.jsonl").read_bytes() == Path(f"{whole}.log.jsonl").read_bytes()
 
 
-def test_the_log_has_one_line_per_step(tmp_path: Path) -> None:
+def test_log_has_one_line_per_step(tmp_path: Path) -> None:
     out = tmp_path / "p.safetensors"
     config = LearnConfig(epochs=2, batch=3)
     run(config, out)
@@ -312,14 +312,16 @@ def test_the_log_has_one_line_per_step(tmp_path: Path) -> None:
     assert all({"ce", "cpt", "gm", "cosine"} <= line.keys() for line in lines)
     assert all(line["random_init"] for line in lines)
     first = lines[0]
-    assert first["gm"] == pytest.approx(1 - first["cosine"], abs=1e-5)  # at the first step the average is the gradient
+    assert first["gm"] == pytest.approx(
+        1 - first["cosine"], abs=1e-5
+    )  # in the first step, the average equals the gradient
 
 
-def test_each_loss_can_be_left_out(tmp_path: Path) -> None:
+def test_each_loss_can_be_disabled(tmp_path: Path) -> None:
     alone = run(LearnConfig(epochs=2, lr=0.1, cpt=0, gm=0, weight_decay=0), tmp_path / "ce")
-    untouched = run(LearnConfig(epochs=1, warmup_lr=1e-30, weight_decay=0))
-    assert all(torch.allclose(a, b, atol=1e-20) for a, b in zip(alone.head, untouched.head, strict=True))
-    assert not torch.equal(alone.context, untouched.context)
+    untrained = run(LearnConfig(epochs=1, warmup_lr=1e-30, weight_decay=0))
+    assert all(torch.allclose(a, b, atol=1e-20) for a, b in zip(alone.head, untrained.head, strict=True))
+    assert not torch.equal(alone.context, untrained.context)
     assert "cpt" not in json.loads(Path(f"{tmp_path / 'ce'}.log.jsonl").read_text().splitlines()[0])
     contexts = [
         run(LearnConfig(epochs=2, lr=0.1, **weights)).context for weights in ({"gm": 0}, {"ce": 0}, {"cpt": 0}, {})
@@ -328,14 +330,14 @@ def test_each_loss_can_be_left_out(tmp_path: Path) -> None:
         assert all(not torch.equal(a, b) for b in contexts[i + 1 :])
 
 
-def test_a_sampled_class_list_has_the_classes_of_the_batch_and_no_duplicates() -> None:
+def test_sampled_class_list_has_the_classes_of_the_batch_and_no_duplicates() -> None:
     config = LearnConfig(classes_per_step=3)
     tokens = class_tokens(model().text.tokenizer, NAMES, 4, config.contrast)
     lists = ClassLists(model(), tokens, config)
     drawn = set()
     for step in range(20):
         task, labels = lists.draw([2, 0, 2], f"{step}")
-        assert labels.tolist() == [1, 0, 1]  # 0 and 2 come first, in order
+        assert labels.tolist() == [1, 0, 1]  # classes 0 and 2 come first, in order
         features = task.encoder(torch.zeros(4, model().text.width))
         assert features.shape[1] == 3
         assert task.hand_crafted is not None
@@ -366,7 +368,7 @@ def test_learning_from_a_folder_reads_no_image_twice(tmp_path: Path, monkeypatch
     assert Prompt.load(tmp_path / "a").digest == prompt.digest
 
 
-def test_an_unusable_image_is_left_out_but_a_class_without_images_is_an_error(tmp_path: Path) -> None:
+def test_unusable_image_is_left_out_but_class_without_images_is_an_error(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
     (photos / "kite" / "0.png").write_text("not a image")
     with pytest.warns(SelfTPTWarning, match=r"left out .*kite/0.png"):
@@ -383,7 +385,7 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "p").exists()
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SelfTPTError, match="cannot write"):
         learn(model(), tmp_path / "nowhere", out=tmp_path / "file" / "p.safetensors")
@@ -404,7 +406,7 @@ def test_initial_context_is_the_last_words_after_random_vectors(length: int) -> 
     [{"length": 0}, {"epochs": 0}, {"batch": -1}, {"lr": 0}, {"momentum": 1.0}, {"decay": -0.1}, {"matching": "dot"},
      {"ce": 0, "cpt": 0, "gm": 0}, {"classes_per_step": 1}, {"shots": 0}, {"chunk": 0}, {"lr": math.nan}],
 )  # fmt: skip
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(SelfTPTError):
         LearnConfig(**wrong)  # type: ignore[arg-type]
 
@@ -414,7 +416,7 @@ def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     [{"views": ("end",)}, {"views": ("end", "end")}, {"views": ("end", "back")}, {"temperature": 0},
      {"reduction": "max"}, {"template": "a photo"}, {"template": "{} {}"}],
 )  # fmt: skip
-def test_wrong_contrast_settings_are_refused(wrong: dict[str, object]) -> None:
+def test_invalid_contrast_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(SelfTPTError):
         ContrastConfig(**wrong)  # type: ignore[arg-type]
 
@@ -431,8 +433,8 @@ def test_learn_works_without_gradient_mode(tmp_path: Path, mode: type) -> None:
     assert found.context.clone().requires_grad_().sum().requires_grad
 
 
-def test_learn_from_images_in_memory_and_from_a_csv(tmp_path: Path) -> None:
-    """A CSV file of the same paths learns the same; images in memory have other crops, the same every time."""
+def test_learning_from_images_in_memory_and_from_a_csv_is_reproducible(tmp_path: Path) -> None:
+    """A CSV file with the same paths gives the same prompt; images in memory have other, reproducible crops."""
     photos, config = make_photos(tmp_path / "photos"), LearnConfig(epochs=2)
     source = Source.from_folder(photos)
     rows = "".join(f"{path},{source.names[label]}\n" for path, label in zip(source.paths, source.labels, strict=True))

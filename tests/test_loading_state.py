@@ -1,4 +1,4 @@
-"""Loading models leaves the process as it is: logging, warning filters, random state, also while other threads load."""
+"""Loading models in any thread does not change logging, warning filters or random state of the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOBS = [("selftpt-tiny", None), ("selftpt-tiny", "random"), ("ViT-S-32-alt", "ra
 
 @pytest.fixture
 def no_global_seeding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if the generators of the user's devices are seeded."""
+    """Fail if a global generator is seeded."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("a global generator was seeded")
@@ -35,11 +35,11 @@ def no_global_seeding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_global_seeding")
-def test_threads_that_load_at_once_change_no_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_load_at_the_same_time_change_no_global_state(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])  # as in a fresh process: logging.info() would install one
+    monkeypatch.setattr(root, "handlers", [])  # as in a new process, where logging.info() would install a handler
     for job in set(JOBS):
-        load_model(*job, device="cpu")  # what is imported on first use is imported now
+        load_model(*job, device="cpu")  # performs the imports of the first use
     filters, shown = warnings.filters[:], warnings.showwarning
     state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     level, dtype = root.level, torch.get_default_dtype()
@@ -99,8 +99,8 @@ def test_other_threads_log_warn_and_draw_as_usual_during_a_load(caplog: pytest.L
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
-def test_a_fresh_process_has_no_root_handler_after_a_load(tmp_path: Path, kind: str) -> None:
-    """Also where position embeddings are resized, which open_clip logs."""
+def test_new_process_has_no_root_handler_after_a_load(tmp_path: Path, kind: str) -> None:
+    """Also if position embeddings are resized, which open_clip logs."""
     if kind == "folder":
         arguments = [str(make_model(tmp_path / "a"))]
     else:
@@ -117,13 +117,13 @@ def test_a_fresh_process_has_no_root_handler_after_a_load(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("name", ["RN50", "ViT-S-32-alt", "MobileCLIP-S1", "coca_ViT-B-32", "EVA02-B-16"])
-def test_random_weights_are_those_of_open_clip_after_manual_seed_0(name: str) -> None:
+def test_random_weights_equal_open_clip_after_manual_seed_0(name: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         expected = open_clip.create_model(name, load_weights=False, pretrained_text=False).state_dict()
     found = build_model(open_clip.get_model_config(name), {}).state_dict()
     assert found.keys() == expected.keys()
-    uninitialised = "text_decoder.text_projection"  # of CoCa
+    uninitialised = "text_decoder.text_projection"  # CoCa does not initialise it
     assert uninitialised not in found or not found[uninitialised].any()
     assert all(torch.equal(found[key], expected[key]) for key in expected if key != uninitialised)
 
@@ -155,7 +155,9 @@ def test_every_random_operation_draws_from_the_generator_of_the_context() -> Non
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("weights", [None, "random"])
-def test_a_model_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path, mode: type, weights: str | None) -> None:
+def test_model_loaded_in_inference_mode_can_be_used_for_training(
+    tmp_path: Path, mode: type, weights: str | None
+) -> None:
     with mode():
         model = load_model(pretrained=weights, device="cpu")
     clip = model.clip
@@ -163,7 +165,7 @@ def test_a_model_loaded_in_inference_mode_can_be_trained_with(tmp_path: Path, mo
     learn(model, make_photos(tmp_path / "photos"), LearnConfig(epochs=1, shots=1))
 
 
-def test_the_default_device_does_not_change_random_weights() -> None:
+def test_default_device_does_not_change_random_weights() -> None:
     expected = load_model(pretrained="random", device="cpu").id
     with torch.device("meta"):
         assert load_model(pretrained="random", device="cpu").id == expected

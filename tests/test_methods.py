@@ -36,7 +36,7 @@ from tests.helpers.models import model
 NAMES = ("red fox", "blue whale", "kite")
 TEMPLATE = "a photo of a {}."
 THINGS = tuple(f"thing {i}" for i in range(1000))
-SMALL = {  # of all methods that have such settings
+SMALL = {  # applied to every method that has the setting
     "learn.epochs": 2,
     "learn.batch": 2,
     "batch": 2,
@@ -52,7 +52,7 @@ SEEDS = {name: "learn.seed" if method.needs_labels else "seed" for name, method 
 
 @dataclass
 class Data:
-    """Labelled images to learn from, and test images."""
+    """Labelled training images, and test images."""
 
     folder: Path
     source: Source
@@ -64,9 +64,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     folder = tmp_path_factory.mktemp("data")
     source = Source.from_folder(make_photos(folder / "source", each=2))
     (folder / "descriptors.json").write_text(json.dumps({name: ["red", "a tail"] for name in (*NAMES, *THINGS)}))
-    case = images_in(make_photos(folder / "test", ("x", "y"), each=2))
-    make_generated(folder / "generated", case, SMALL["views"] - 1)
-    return Data(folder, source, case)
+    images = images_in(make_photos(folder / "test", ("x", "y"), each=2))
+    make_generated(folder / "generated", images, SMALL["views"] - 1)
+    return Data(folder, source, images)
 
 
 def small_config(name: str, data: Data, **more: Any) -> Any:
@@ -77,7 +77,7 @@ def small_config(name: str, data: Data, **more: Any) -> Any:
 
 
 def blocks_of(fitted: FittedMethod, images: list[Path], on_error: Any = raise_error) -> list[Block]:
-    """The blocks of views that a fitted method gets."""
+    """Return the blocks of views that a fitted method gets."""
     specs = fitted.method.views(fitted.config)
     provider = FeatureProvider(fitted.model, specs, Cache(), fixed_batch=True, on_error=on_error)
     return list(provider.blocks(images, pixels=fitted.inputs == "pixels"))
@@ -94,7 +94,7 @@ class FittedCase:
         self.fitted = self.method.fit(context, self.config)
 
     def views(self) -> Tensor:
-        """The views that the method gets, [N, V, ...]."""
+        """Return the views [N, V, ...] that the method gets."""
         return torch.cat([block.views for block in blocks_of(self.fitted, self.data.images)])
 
     def predictor(self, names: tuple[str, ...] = NAMES) -> Predictor:
@@ -113,7 +113,7 @@ def check_probabilities(answer: Tensor, shape: tuple[int, int]) -> None:
 
 
 @every_method
-def test_the_same_seed_gives_the_same_probabilities(name: str, data: Data, tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_probabilities(name: str, data: Data, tmp_path: Path) -> None:
     first = FittedCase(name, data, tmp_path / "first").probabilities()
     check_probabilities(first, (len(data.images), len(NAMES)))
     assert torch.equal(FittedCase(name, data, tmp_path / "second").probabilities(), first)
@@ -128,7 +128,7 @@ def test_another_seed_gives_other_probabilities(name: str, data: Data, tmp_path:
 @every_method
 @pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.slow)])
 def test_class_lists_of_any_length_are_classified(name: str, count: int, data: Data, tmp_path: Path) -> None:
-    """The class names are not those of the source."""
+    """The class names differ from those of the source."""
     answer = FittedCase(name, data, tmp_path).probabilities(THINGS[:count])
     check_probabilities(answer, (len(data.images), count))
 
@@ -150,13 +150,13 @@ def test_learned_parameters_are_reused(name: str, data: Data, tmp_path: Path, mo
 
 
 @every_method
-def test_a_batch_equals_its_images_one_by_one(name: str, data: Data, tmp_path: Path) -> None:
-    """No state is carried over from one image to the next."""
+def test_batch_equals_its_images_one_by_one(name: str, data: Data, tmp_path: Path) -> None:
+    """No state is carried over between images."""
     case = FittedCase(name, data, tmp_path)
     predictor, views = case.predictor(), case.views()
     together = predictor(views)
     assert torch.equal(predictor(views), together), "it remembers"
-    if case.method.transductive:  # it adapts to all images
+    if case.method.transductive:  # it adapts to all images together
         return
     alone = torch.cat([predictor(one[None]) for one in views])
     torch.testing.assert_close(alone, together, rtol=0, atol=1e-5)
@@ -165,7 +165,7 @@ def test_a_batch_equals_its_images_one_by_one(name: str, data: Data, tmp_path: P
 
 
 @every_method
-def test_the_model_is_not_changed(name: str, data: Data, tmp_path: Path) -> None:
+def test_model_is_not_changed(name: str, data: Data, tmp_path: Path) -> None:
     case = FittedCase(name, data, tmp_path)
     clip = case.model.clip
     before, training_mode = _digest(clip, {}), clip.training
@@ -177,8 +177,8 @@ def test_the_model_is_not_changed(name: str, data: Data, tmp_path: Path) -> None
 
 
 @every_method
-def test_a_method_is_a_classifier_or_declares_what_it_needs(name: str, data: Data, tmp_path: Path) -> None:
-    """A method that needs only class names gives a classifier; the table says what any other needs."""
+def test_method_gives_a_classifier_or_declares_what_it_needs(name: str, data: Data, tmp_path: Path) -> None:
+    """A method that needs only class names gives a classifier; the method table declares what any other needs."""
     case = FittedCase(name, data, tmp_path)
     method, cost = case.method, case.method.cost(case.config)
     if case.predictor().classifier is not None:
@@ -189,39 +189,39 @@ def test_a_method_is_a_classifier_or_declares_what_it_needs(name: str, data: Dat
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
     make_model(folder / "model")
     make_photos(folder / "photos", each=2)
     return folder
 
 
 @pytest.fixture
-def predict(run: Run, place: Path) -> Callable[..., Any]:
-    return functools.partial(run, "predict", place / "photos" / "kite", "--model", place / "model", "--method")
+def predict(run: Run, files: Path) -> Callable[..., Any]:
+    return functools.partial(run, "predict", files / "photos" / "kite", "--model", files / "model", "--method")
 
 
-def test_predict_command_with_a_method(predict: Run, place: Path) -> None:
+def test_predict_command_runs_a_method(predict: Run, files: Path) -> None:
     answer = predict("clip", "--names", "cat,dog", "--json")
     rows = [json.loads(line) for line in answer.out.splitlines()]
     assert [Path(row["path"]).name for row in rows] == ["0.png", "1.png"]
     assert all({*row["names"]} == {"cat", "dog"} for row in rows)
 
 
-def test_predict_command_with_a_method_that_learns(predict: Run, place: Path) -> None:
-    learned = ["coop", "--source", place / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
+def test_predict_command_runs_a_method_that_learns(predict: Run, files: Path) -> None:
+    learned = ["coop", "--source", files / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
     first, again = predict(*learned), predict(*learned)
     assert first.code == 0, first.err
     assert first.out == again.out
 
 
-def test_predict_command_equals_the_library(predict: Run, place: Path) -> None:
+def test_predict_command_equals_the_library(predict: Run, files: Path) -> None:
     from selftpt.models import load_model
 
-    own = load_model(str(place / "model"), device="cpu")
+    own = load_model(str(files / "model"), device="cpu")
     for name, template in (("clip", "{} it is."), ("waffleclip", TEMPLATE)):
         predictor = METHODS[name].fit(FitContext(own)).for_classes(["cat", "dog"], template)
-        expected = [list(p.probabilities) for p in predictor.predict(images_in(place / "photos" / "kite"))]
+        expected = [list(p.probabilities) for p in predictor.predict(images_in(files / "photos" / "kite"))]
         answer = predict(name, "--names", "cat,dog", "--template", template, "--json")
         assert [json.loads(line)["probabilities"] for line in answer.out.splitlines()] == expected
 
@@ -250,11 +250,11 @@ def test_contradictory_options_are_refused(predict: Run, arguments: list[str], w
     refused(predict(*arguments), *words)
 
 
-def test_an_unusable_image_is_left_out(run: Run, place: Path, tmp_path: Path) -> None:
+def test_unusable_image_is_left_out(run: Run, files: Path, tmp_path: Path) -> None:
     photos = make_photos(tmp_path, ("a",), each=2)
     (photos / "a" / "0.png").write_text("no image")
-    command = ["predict", photos, "--model", place / "model", "--names", "cat,dog", "--json", "--method"]
-    for method in (["clip"], ["zero", "--set", "views=2"]):  # with one look and with two
+    command = ["predict", photos, "--model", files / "model", "--names", "cat,dog", "--json", "--method"]
+    for method in (["clip"], ["zero", "--set", "views=2"]):  # one view and two views
         answer = run(*command, *method)
         assert answer.code == 0
         assert [Path(json.loads(line)["path"]).name for line in answer.out.splitlines()] == ["1.png"]
@@ -263,13 +263,13 @@ def test_an_unusable_image_is_left_out(run: Run, place: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("method", ["clip", "tda"])
-def test_an_empty_list_of_images_is_refused(run: Run, place: Path, method: str) -> None:
-    refused(run("predict", "-", "--model", place / "model", "--method", method, "--names", "cat,dog"), "no image")
+def test_empty_list_of_images_is_refused(run: Run, files: Path, method: str) -> None:
+    refused(run("predict", "-", "--model", files / "model", "--method", method, "--names", "cat,dog"), "no image")
 
 
 @pytest.mark.parametrize("name", ["coop", "kgcoop"])
 def test_only_unreadable_images_are_counted(name: str, data: Data, tmp_path: Path) -> None:
-    """Images beyond the number of shots do not count, neither after training nor when the file is reused."""
+    """Images beyond the number of shots are not counted, neither after training nor when the file is reused."""
     config = small_config(name, data, **{"learn.shots": 1})
     for _ in range(2):
         context = FitContext(model(), data.source, tmp_path, Cache(), on_error=raise_error)
@@ -293,12 +293,12 @@ def test_pixels_are_passed_unchanged(data: Data, tmp_path: Path) -> None:
 
 
 @every_method
-def test_methods_pickle(name: str) -> None:
+def test_methods_can_be_pickled(name: str) -> None:
     assert pickle.loads(pickle.dumps(METHODS[name])) == METHODS[name]
 
 
 @every_method
-def test_fitted_methods_pickle_save_and_load(name: str, data: Data, tmp_path: Path) -> None:
+def test_fitted_methods_can_be_pickled_saved_and_loaded(name: str, data: Data, tmp_path: Path) -> None:
     """The model is not in the file; the predictions are the same."""
     case = FittedCase(name, data, tmp_path / "learned")
     answer = case.probabilities()
@@ -317,14 +317,14 @@ def test_fitted_methods_pickle_save_and_load(name: str, data: Data, tmp_path: Pa
 
 
 @every_method
-def test_the_table_agrees_with_the_configuration(name: str) -> None:
+def test_method_table_agrees_with_the_configuration(name: str) -> None:
     method = METHODS[name]
     assert method.needs_labels == (kind_of(method.config, ["learn", "seed"]) is not None)
     assert method.uses_seed == (kind_of(method.config, ["seed"]) is not None)
     assert isinstance(method.config, Config)
 
 
-def test_a_single_image_costs_one_forward_pass_of_one_image(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_image_costs_one_forward_pass_of_one_image(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     encode = Model.encode_images
 
@@ -353,12 +353,14 @@ def test_methods_work_without_gradient_mode(name: str, mode: Any, data: Data, tm
 
 def test_required_image_tower_is_checked_before_anything_is_learned(data: Data) -> None:
     method = dataclasses.replace(METHODS["coop"], requires="transformer image tower")
-    with pytest.raises(SelfTPTError, match=r"coop needs a model whose image tower is a ViT of open_clip, not resnet"):
+    with pytest.raises(SelfTPTError, match="coop needs an open_clip ViT as image tower, which resnet"):
         method.fit(FitContext(model("resnet"), data.source))
 
 
-def test_read_only_cache_of_learned_parameters(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Existing parameters are used and not changed; new ones are not written."""
+def test_read_only_cache_of_learned_parameters_is_read_and_not_changed(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New parameters are not written."""
     config = small_config("kgcoop", data)
 
     def fit(mode: Any) -> Tensor:
@@ -369,12 +371,12 @@ def test_read_only_cache_of_learned_parameters(data: Data, tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
     expected = fit("on")
     assert torch.equal(first, expected)
-    monkeypatch.setattr(FitContext, "features", None)  # it would be called to learn
+    monkeypatch.setattr(FitContext, "features", None)  # training would call it
     assert torch.equal(fit("read-only"), expected)
 
 
 def test_failing_cache_does_not_stop_training(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that the user names must be writable; the cache need not be."""
+    """A folder that the user gives must be writable; the cache need not be."""
     config, expected = (
         small_config("kgcoop", data),
         METHODS["kgcoop"].fit(FitContext(model(), data.source), small_config("kgcoop", data)),
@@ -384,15 +386,15 @@ def test_failing_cache_does_not_stop_training(data: Data, tmp_path: Path, monkey
         raise SelfTPTError(f"cannot write {path}: no space left")
 
     monkeypatch.setattr("selftpt.training.checkpoints.write_tensors", fail)
-    with pytest.warns(SelfTPTWarning, match="not kept: cannot write"):
+    with pytest.warns(SelfTPTWarning, match="not saved: cannot write"):
         found = METHODS["kgcoop"].fit(FitContext(model(), data.source, cache=Cache(folder=tmp_path)), config)
     assert torch.equal(found.tensors["context"], expected.tensors["context"])
     with pytest.raises(SelfTPTError, match="no space left"):
         METHODS["kgcoop"].fit(FitContext(model(), data.source, tmp_path / "folder"), config)
 
 
-def test_a_file_does_not_decide_which_folders_are_used(data: Data, tmp_path: Path) -> None:
-    """A folder or a repository in a file from someone else is neither read, nor written, nor loaded."""
+def test_folders_recorded_in_a_file_are_not_used(data: Data, tmp_path: Path) -> None:
+    """A folder or repository that is named in an untrusted file is neither read, nor written, nor loaded."""
     case = FittedCase("difftpt", data, tmp_path / "learned")
     case.fitted.save(tmp_path / "fitted")
     loaded = FittedMethod.load(tmp_path / "fitted", case.model)
@@ -401,7 +403,7 @@ def test_a_file_does_not_decide_which_folders_are_used(data: Data, tmp_path: Pat
     assert named.config.generated == "folder"
 
 
-def test_methods_with_the_same_configuration_are_kept_apart(data: Data, tmp_path: Path) -> None:
+def test_methods_with_the_same_configuration_have_separate_files(data: Data, tmp_path: Path) -> None:
     def train(context: FitContext, config: Any) -> Any:
         training = METHODS["kgcoop"].train(context, config)  # type: ignore[misc]
         training.state.parameters[0].add_(1)
@@ -418,7 +420,7 @@ def test_training_works_in_inference_mode(data: Data) -> None:
         training = METHODS["self-tpt"].training(FitContext(model(), data.source), small_config("self-tpt", data))
         training.step()
     training.step()
-    with pytest.raises(SelfTPTError, match="clip learns from no images"):
+    with pytest.raises(SelfTPTError, match="clip does not learn from labelled images"):
         METHODS["clip"].training(FitContext(model()))
 
 
@@ -460,9 +462,11 @@ def test_damaged_learned_file_is_set_aside(data: Data, tmp_path: Path) -> None:
     assert (tmp_path / f"{file.name}.damaged").exists()
 
 
-def test_cache_options_of_predict(predict: Run, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_command_accepts_cache_options(
+    predict: Run, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`off` writes nothing; a folder that cannot be created gives a note, not an error."""
-    learned = ["coop", "--source", place / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
+    learned = ["coop", "--source", files / "photos", "--set", "learn.epochs=1", "--names", "cat,dog", "--json"]
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
     first = predict(*learned, "--cache-mode", "off")
     assert first.code == 0, first.err
@@ -477,7 +481,7 @@ def test_cache_options_of_predict(predict: Run, place: Path, tmp_path: Path, mon
     refused(predict(*learned, "--cache-gb", "0"), "cache_gb must be a number above 0")
 
 
-def test_fitted_methods_are_inspected(run: Run, data: Data, tmp_path: Path) -> None:
+def test_fitted_methods_can_be_inspected(run: Run, data: Data, tmp_path: Path) -> None:
     FittedCase("self-tpt", data, tmp_path / "learned").fitted.save(tmp_path / "fitted")
     views = run("inspect", tmp_path / "fitted").out
     for words in (

@@ -1,4 +1,4 @@
-"""Models by name, from a folder or a file; their digest; what stands in the way."""
+"""Loading models by name, from a folder or from a file, their digests, and error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from selftpt.models import ModelId, load_recorded_model, loading
 from tests.helpers.folders import make_model
 
 
-def test_a_folder_is_a_model_and_its_digest_tells_its_weights(tmp_path: Path) -> None:
+def test_model_is_loaded_from_a_folder_and_its_digest_depends_on_the_weights(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "a")
     first = load_model(str(folder), device="cpu")
     assert first.id.digest == load_model(str(folder), device="cpu", precision="bf16").id.digest
@@ -33,7 +33,7 @@ def test_a_folder_is_a_model_and_its_digest_tells_its_weights(tmp_path: Path) ->
     assert load_model(str(folder), device="cpu").id.digest != first.id.digest
 
 
-def test_the_digest_tells_activation_and_preprocessing_too(tmp_path: Path) -> None:
+def test_digest_depends_on_activation_and_preprocessing(tmp_path: Path) -> None:
     plain, quick = make_model(tmp_path / "a"), make_model(tmp_path / "b", quick_gelu=True)
     weights = "open_clip_model.safetensors"
     (quick / weights).write_bytes((plain / weights).read_bytes())
@@ -45,7 +45,7 @@ def test_the_digest_tells_activation_and_preprocessing_too(tmp_path: Path) -> No
     assert len(digests) == 3
 
 
-def test_a_checkpoint_file_is_taken_for_a_known_architecture(tmp_path: Path) -> None:
+def test_checkpoint_file_is_loaded_for_a_known_architecture(tmp_path: Path) -> None:
     state = open_clip.create_model("ViT-S-32-alt").state_dict()
     save_file({k: v.contiguous() for k, v in state.items()}, tmp_path / "w.safetensors")
     model = load_model("ViT-S-32-alt", str(tmp_path / "w.safetensors"), device="cpu")
@@ -56,31 +56,31 @@ def test_a_checkpoint_file_is_taken_for_a_known_architecture(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "mean", "mode"), [("MobileCLIP-S1", 0.0, "shortest"), ("ViT-B-16-SigLIP", 0.5, "squash")]
 )
-def test_a_file_is_preprocessed_as_the_published_weights_are(
+def test_checkpoint_file_uses_the_preprocessing_of_the_published_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mean: float, mode: str
 ) -> None:
-    """open_clip knows the preprocessing of weights by their name only."""
-    asked = {}
+    """open_clip determines the preprocessing from the name of the weights."""
+    requested = {}
 
     def build(_: object, preprocess: dict[str, Any]) -> None:
-        asked.update(preprocess)
+        requested.update(preprocess)
         raise RuntimeError("enough")
 
     monkeypatch.setattr(loading, "build_model", build)
     (tmp_path / "w.safetensors").write_text("")
     with pytest.raises(SelfTPTError, match="enough"):
         load_model(name, str(tmp_path / "w.safetensors"), device="cpu")
-    assert tuple(asked["mean"]) == (mean,) * 3
-    assert asked.get("resize_mode", "shortest") == mode
+    assert tuple(requested["mean"]) == (mean,) * 3
+    assert requested.get("resize_mode", "shortest") == mode
 
 
-def test_a_file_for_a_name_with_a_quickgelu_twin_is_told_of(tmp_path: Path) -> None:
+def test_checkpoint_file_for_a_model_with_a_quickgelu_variant_gives_a_warning(tmp_path: Path) -> None:
     (tmp_path / "w.pt").write_text("")
     with pytest.warns(SelfTPTWarning, match="ViT-B-16-quickgelu"), pytest.raises(SelfTPTError):
         load_model("ViT-B-16", str(tmp_path / "w.pt"), device="cpu")
 
 
-def test_random_weights_are_the_same_every_time_and_leave_the_stream_alone() -> None:
+def test_random_weights_are_reproducible_and_do_not_change_the_global_generator() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -94,17 +94,17 @@ def test_random_weights_are_the_same_every_time_and_leave_the_stream_alone() -> 
     ("name", "tag", "quick"),
     [("ViT-B/32", "openai", True), ("ViT-B-32-quickgelu", "openai", True), ("ViT-B-32", "laion2b_e16", False)],
 )
-def test_published_weights_are_downloaded_and_get_the_activation_they_need(
+def test_published_weights_are_downloaded_and_get_their_activation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tag: str, quick: bool
 ) -> None:
-    """The digest equals that of open_clip's own model; a file or folder of the same name changes nothing."""
+    """A file or folder with the same name is ignored."""
     known = name.replace("/", "-")
     source = open_clip.create_model(known, force_quick_gelu=quick)
     save_file({k: v.contiguous() for k, v in source.state_dict().items()}, tmp_path / "w.safetensors")
-    asked = []
+    requested = []
 
     def download(cfg: dict[str, Any], **_: object) -> str:
-        asked.append(cfg)
+        requested.append(cfg)
         return str(tmp_path / "w.safetensors")
 
     monkeypatch.setattr(open_clip, "download_pretrained", download)
@@ -112,7 +112,7 @@ def test_published_weights_are_downloaded_and_get_the_activation_they_need(
     (tmp_path / tag).write_text("no weights")
     make_model(tmp_path / name)
     model = load_model(name, tag, device="cpu")
-    assert asked == [open_clip.get_pretrained_cfg(known, tag)]
+    assert requested == [open_clip.get_pretrained_cfg(known, tag)]
     assert (model.id.name, model.id.pretrained) == (name, tag)
     found = model.clip
     assert torch.equal(found.token_embedding.weight, source.token_embedding.weight)
@@ -121,24 +121,24 @@ def test_published_weights_are_downloaded_and_get_the_activation_they_need(
     assert all((kind is QuickGELU) == quick for kind in activations)
 
 
-def test_a_repository_of_the_hub_is_the_folder_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_repository_equals_a_folder_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model(tmp_path / "a")
-    asked = []
+    requested = []
 
     def download(repository: str, filename: str | None = None) -> str:
-        asked.append((repository, filename))
+        requested.append((repository, filename))
         return str(folder / (filename or "open_clip_model.safetensors"))
 
     monkeypatch.setattr(loading, "download_pretrained_from_hf", download)
     model = load_model("hf-hub:org/repo", device="cpu")
-    assert asked == [("org/repo", "open_clip_config.json"), ("org/repo", None)]
+    assert requested == [("org/repo", "open_clip_config.json"), ("org/repo", None)]
     assert model.id == ModelId("hf-hub:org/repo", None, load_model(str(folder), device="cpu").id.digest)
-    with pytest.raises(SelfTPTError, match="has weights of its own: leave the weights 'openai' out"):
+    with pytest.raises(SelfTPTError, match="has its own weights: omit the weights 'openai'"):
         load_model("hf-hub:org/repo", "openai", device="cpu")
 
 
 @pytest.mark.parametrize("change", ["plain", "wrapped", "resized", "safetensors"])
-def test_a_checkpoint_gives_the_weights_that_open_clip_loads(tmp_path: Path, change: str) -> None:
+def test_checkpoint_gives_the_weights_that_open_clip_loads(tmp_path: Path, change: str) -> None:
     state = open_clip.create_model("ViT-S-32-alt").state_dict()
     file = tmp_path / ("w.safetensors" if change == "safetensors" else "w.pt")
     if change == "resized":
@@ -154,8 +154,8 @@ def test_a_checkpoint_gives_the_weights_that_open_clip_loads(tmp_path: Path, cha
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_weights_of_a_text_tower_of_clip_fit_a_custom_text_tower(tmp_path: Path) -> None:
-    """With a bias that the checkpoint lacks, as open_clip fills it in."""
+def test_clip_weights_are_converted_for_a_custom_text_tower(tmp_path: Path) -> None:
+    """A bias that is missing in the checkpoint is filled in, as open_clip does."""
     folder = make_model(tmp_path / "a", custom_text=True, init_logit_bias=-10.0)
     state = load_file(folder / "open_clip_model.safetensors")
     old = {key.removeprefix("text."): tensor for key, tensor in state.items() if key != "logit_bias"}
@@ -173,10 +173,10 @@ class _Payload:
         return (Path.touch, (Path("executed"),))
 
 
-def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": _Payload()}, "w.pt")
-    with pytest.raises(SelfTPTError, match=r"w\.pt cannot be read.*only tensors are loaded; save its state dict alone"):
+    with pytest.raises(SelfTPTError, match=r"w\.pt cannot be read.*only tensors are loaded; save only its state dict"):
         load_model("ViT-S-32-alt", "w.pt", device="cpu")
     assert not Path("executed").exists()
     torch.jit.script(torch.nn.Linear(2, 2)).save("w.pt")
@@ -186,13 +186,13 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 @pytest.mark.parametrize("kept", [0, 100, 20_000])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, suffix: str, kept: int) -> None:
+def test_damaged_checkpoint_is_refused_by_name(tmp_path: Path, suffix: str, kept: int) -> None:
     folder, file = make_model(tmp_path / "a"), tmp_path / f"w.{suffix}"
     state = load_file(folder / "open_clip_model.safetensors")
     torch.save(state, file) if suffix == "pt" else save_file(state, file)
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(
-        SelfTPTError, match=f"{file} cannot be read.*damaged or no checkpoint; fetch it again"
+        SelfTPTError, match=f"{file} cannot be read.*damaged or not a checkpoint; download it again"
     ) as caught:
         load_model("ViT-S-32-alt", str(file), device="cpu")
     assert "\n" not in str(caught.value)
@@ -206,13 +206,13 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, suffix: str, kept: int) -
         (lambda s: s | {"more": torch.zeros(1)}, "the model has no tensor more"),
     ],
 )
-def test_weights_of_another_architecture_are_told_by_the_first_tensor(
+def test_weights_of_another_architecture_are_refused_with_the_first_wrong_tensor(
     tmp_path: Path, change: Callable[[Any], Any], message: str
 ) -> None:
     folder = make_model(tmp_path / "a")
     file = folder / "open_clip_model.safetensors"
     save_file({k: v.contiguous() for k, v in change(load_file(file)).items()}, file)
-    with pytest.raises(SelfTPTError, match=f"{file} does not hold weights of {folder}: {message}") as caught:
+    with pytest.raises(SelfTPTError, match=f"{file} does not contain weights of {folder}: {message}") as caught:
         load_model(str(folder), device="cpu")
     assert "\n" not in str(caught.value)
 
@@ -245,10 +245,10 @@ RESPONSE = SimpleNamespace(headers={}, status_code=404, request=None, text="")
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_the_cause_is_told_in_one_line(
+def test_loading_error_names_its_cause_in_one_line(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, wrapped: bool
 ) -> None:
-    """Also through the errors that open_clip wraps around others."""
+    """Also if open_clip wraps the error in another one."""
 
     def download(*_: object, **__: object) -> str:
         raise _raised_from(FileNotFoundError("wrapped"), error) if wrapped else error
@@ -261,7 +261,7 @@ def test_the_cause_is_told_in_one_line(
         assert "connection" not in str(caught.value)
 
 
-def test_memory_that_does_not_suffice_to_build_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insufficient_memory_is_an_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
@@ -284,7 +284,7 @@ def test_memory_that_does_not_suffice_to_build_a_model(monkeypatch: pytest.Monke
         ("a\x1b[31m\n", None),
     ],
 )
-def test_a_recorded_model_that_is_not_published_is_not_loaded(
+def test_recorded_model_that_is_not_published_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, id: tuple[str, str | None]
 ) -> None:
     monkeypatch.setattr(loading, "load_model", None)
@@ -296,16 +296,16 @@ def test_a_recorded_model_that_is_not_published_is_not_loaded(
 
 
 @pytest.mark.parametrize("id", [("selftpt-tiny", None), ("ViT-B-16", "openai"), ("ViT-B/16", "laion400m-e32")])
-def test_the_embedded_model_and_published_ones_are_loaded_for_a_file(
+def test_recorded_embedded_and_published_models_are_loaded(
     monkeypatch: pytest.MonkeyPatch, id: tuple[str, str | None]
 ) -> None:
-    asked = []
-    monkeypatch.setattr(loading, "load_model", lambda *given, **options: asked.append((*given, options)))
+    requested = []
+    monkeypatch.setattr(loading, "load_model", lambda *given, **options: requested.append((*given, options)))
     load_recorded_model(ModelId(*id, "0" * 32), "the prompt", device="cpu", precision="bf16")
-    assert asked == [(*id, {"device": "cpu", "precision": "bf16"})]
+    assert requested == [(*id, {"device": "cpu", "precision": "bf16"})]
 
 
-def test_a_model_with_a_text_tower_of_transformers(tmp_path: Path) -> None:
+def test_model_with_a_hugging_face_text_tower_is_loaded(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "hf"
     folder.mkdir()
@@ -328,11 +328,11 @@ def test_a_model_with_a_text_tower_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_precision_is_of_the_image_tower(tmp_path: Path, precision: str) -> None:
+def test_precision_applies_to_the_image_tower_only(tmp_path: Path, precision: str) -> None:
     folder = make_model(tmp_path / "a")
     exact, model = (load_model(str(folder), device="cpu", precision=p) for p in ("fp32", precision))  # type: ignore[arg-type]
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN's bf16 kernels crash where a host forbids AMX
+    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN's bf16 kernels crash on hosts that forbid AMX
         features = model.encode_images(pixels)
     assert features.dtype == torch.float32
     assert (features - exact.encode_images(pixels)).norm() < 0.05
@@ -340,7 +340,7 @@ def test_precision_is_of_the_image_tower(tmp_path: Path, precision: str) -> None
 
 
 @pytest.mark.parametrize("name", ["RN50", "ViT-B-32-quickgelu", "MobileCLIP-B"])
-def test_models_of_open_clip_by_name(name: str) -> None:
+def test_open_clip_models_are_found_by_name(name: str) -> None:
     model = load_model(name, "random", device="cpu")
     assert model.text.supports_packed
     assert model.encode_images(torch.zeros(1, 3, *model.preprocess.size, dtype=torch.uint8)).shape == (
@@ -349,21 +349,21 @@ def test_models_of_open_clip_by_name(name: str) -> None:
     )
 
 
-def test_the_list_has_the_embedded_model_and_all_of_open_clip() -> None:
+def test_list_has_the_embedded_model_and_all_open_clip_models() -> None:
     assert list(list_models()) == ["selftpt-tiny", *open_clip.list_models()]
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "a")
     (folder / "open_clip_model.safetensors").unlink()
     with pytest.raises(SelfTPTError, match="has no weights"):
         load_model(str(folder), device="cpu")
     for text in ("{", "[]", "{}", '{"model_cfg": 3}', "\x00"):
         (folder / "open_clip_config.json").write_text(text)
-        with pytest.raises(SelfTPTError, match=r"open_clip_config\.json is no configuration"):
+        with pytest.raises(SelfTPTError, match=r"open_clip_config\.json is not the configuration"):
             load_model(str(folder), device="cpu")
 
 
-def test_an_id_says_what_it_is() -> None:
+def test_model_id_is_printed_readably() -> None:
     assert str(ModelId("ViT-B-16", "openai", "0")) == "ViT-B-16 (openai)"
     assert str(ModelId("folder", None, "0")) == "folder"

@@ -1,4 +1,4 @@
-"""MTA: the mode of the views of many images at once, against slow code for each."""
+"""MTA: the modes of many images at once equal a slow reference for each image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = "a photo of a {}."
 
 
 def draw(seed: int, count: int, views: int, spread: float = 1.0, dimension: int = 6) -> tuple[Tensor, Tensor]:
-    """L2-normalised features, all but the last quarter near each other, and probabilities of four classes."""
+    """Return L2-normalised features, of which the last quarter are outliers, and probabilities of four classes."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -48,8 +48,8 @@ def test_mode_equals_the_reference(seed: int, views: int, spread: float, affinit
     features, probabilities = draw(seed, 3, views, spread)
     found = mode(features, probabilities, affinity, entropic)
     for i in range(3):
-        wanted = oracle.mode(features[i], probabilities[i], affinity, entropic)
-        torch.testing.assert_close(found[i], wanted, rtol=0, atol=1e-4)
+        expected = oracle.mode(features[i], probabilities[i], affinity, entropic)
+        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-4)
 
 
 def test_bandwidth_equals_the_reference() -> None:
@@ -59,7 +59,7 @@ def test_bandwidth_equals_the_reference() -> None:
 
 
 def test_outlying_views_hardly_move_the_mode() -> None:
-    """They move the mean."""
+    """They do move the mean."""
     features, probabilities = draw(1, 8, 64, spread=0.2, dimension=16)
     middle = F.normalize(features[:, :48].mean(1), dim=-1)
     found = mode(features, probabilities, 4.0, 0.2)
@@ -68,8 +68,8 @@ def test_outlying_views_hardly_move_the_mode() -> None:
 
 
 @pytest.mark.parametrize("views", [1, 2, 3, 64])
-def test_mode_of_equal_views(views: int) -> None:
-    """Such as those of a blank image. Rounding makes them differ a little, or not at all."""
+def test_mode_of_equal_views_is_the_view(views: int) -> None:
+    """A blank image has equal views, up to rounding errors."""
     one = F.normalize(torch.randn(5, 1, 24), dim=-1).repeat(1, views, 1)
     for features in (one, F.normalize(one + 1e-7 * torch.randn_like(one), dim=-1)):
         found = mode(features, torch.full((5, views, 3), 1 / 3), 4.0, 0.2)
@@ -77,7 +77,7 @@ def test_mode_of_equal_views(views: int) -> None:
 
 
 def test_predictor_compares_class_vectors_with_the_mode() -> None:
-    """A batch gives what its images give one by one, and that is zero-shot classification of the mode."""
+    """A batch equals its images one by one, and the result is zero-shot classification of the mode."""
     config = MtaConfig(views=9, affinity=2.0, spread=0.5)
     predictor = MTA.fit(FitContext(model()), config).for_classes(NAMES, TEMPLATE)
     features = F.normalize(torch.randn(4, 9, model().dimension, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -97,6 +97,6 @@ def test_views_and_cost_follow_from_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"views": 0}, {"views": "9"}, {"spread": 0}, {"affinity": -1}, {"affinity": None}])
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"MtaConfig.{next(iter(wrong))} must be"):
         MtaConfig(**wrong)

@@ -1,4 +1,4 @@
-"""Class names: what is accepted, and how the rest is refused."""
+"""Class names: accepted types, and error messages for all others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.commands import Run, refused
 
 
 class Column:
-    """Stands in for a column of pandas: not a sequence, but with `tolist`."""
+    """Stub of a pandas column: not a sequence, but with `tolist`."""
 
     def tolist(self) -> list[str]:
         return ["cat", "dog"]
@@ -56,8 +56,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "told"), WRONG, ids=[told for _, told in WRONG])
-def test_every_entry_refuses_the_rest_in_one_line(make: Callable[[], Any], told: str) -> None:
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_every_entry_point_refuses_other_names_in_one_line(make: Callable[[], Any], message: str) -> None:
     model, prompt = load_model(), selftpt.Prompt.embedded()
     entries: list[Callable[[Any], Any]] = [
         check_names,
@@ -67,7 +67,7 @@ def test_every_entry_refuses_the_rest_in_one_line(make: Callable[[], Any], told:
         lambda names: Source(names, (Path("a"), Path("b")), (0, 1)),
     ]
     for entry in entries:
-        with pytest.raises(SelfTPTError, match=told) as caught:
+        with pytest.raises(SelfTPTError, match=message) as caught:
             entry(make())
         assert "\n" not in str(caught.value)
 

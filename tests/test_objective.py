@@ -1,4 +1,4 @@
-"""What the stages descend equals double backward through the plain walk, whole and in chunks."""
+"""Losses and gradients of both stages equal double backward through the reference text encoder, with any chunk size."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def config_of(s: Settings) -> LearnConfig:
 def task_of(model: Small, names: list[str], length: int, s: Settings, chunk: int | None, stage: int = 1) -> Task:
     contrast, text = contrast_of(s), model.model.text
     tokens = tokenize(names, text.tokenizer, model.context)
-    hand = encode_template(text, tokens, s.template, chunk) if "hand_crafted" in s.views else None
+    hand_crafted = encode_template(text, tokens, s.template, chunk) if "hand_crafted" in s.views else None
     views = [view for view in VIEWS if view in s.views or (stage == 1 and view == "end")]
-    return Task(TextEncoder(text, tokens, length, views, chunk=chunk), hand, tokens.same, contrast)
+    return Task(TextEncoder(text, tokens, length, views, chunk=chunk), hand_crafted, tokens.same, contrast)
 
 
 def head_of(model: Small, seed: int = 0) -> Head:
-    """A head with wide margins at the ReLU, and biases that matter."""
+    """Return a head with pre-activations far from 0 and biases that affect the result."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(8, model.spec.dimension), (8,), (6, 8), (6,)]
     return Head(*((0.5 * torch.randn(s, generator=generator)).to(model.embedding.dtype) for s in shapes))
@@ -58,7 +58,7 @@ def batch_of(model: Small, classes: int, seed: int = 0) -> Batch:
 def run(
     model: Small, names: list[str], s: Settings, length: int = 4, steps: int = 1, chunk: int | None = None
 ) -> Iterator[Step]:
-    """Some steps of stage 1, each from another prompt and with other images."""
+    """Yield steps of stage 1, each with another prompt and other images."""
     task, average = task_of(model, names, length, s, chunk), None
     for step in range(steps):
         found = joint_step(
@@ -76,25 +76,26 @@ def run(
 def run_reference(
     model: Small, names: list[str], s: Settings, length: int = 4, steps: int = 1
 ) -> Iterator[reference.Joint]:
-    """The same by the plain walk, with the model's own precision."""
+    """Yield the same steps of the reference implementation, in the model's own precision."""
     past: list[Tensor] = []
     for step in range(steps):
         images, labels, scale = batch_of(model, len(names), seed=step)
         prompt, head = random_prompt(model, length, seed=step), list(head_of(model, seed=step))
-        wanted = reference.joint(model, names, prompt, head, images, labels, 1 / scale, past, s)
-        past.append(wanted.by_ce)
-        yield wanted
+        expected = reference.joint(model, names, prompt, head, images, labels, 1 / scale, past, s)
+        past.append(expected.by_ce)
+        yield expected
 
 
-def errors_of(found: Step | reference.Joint, wanted: reference.Joint) -> dict[str, float]:
-    """The relative error of every loss and every gradient; of the cosine, which may be near 0, the plain one."""
+def errors_of(found: Step | reference.Joint, expected: reference.Joint) -> dict[str, float]:
+    """Return the relative error of every loss and gradient; of the cosine, which may be near 0, the absolute error."""
     errors = {
-        name: abs(float(value) - wanted.losses[name].item()) / (1.0 if name == "cosine" else wanted.losses[name].item())
+        name: abs(float(value) - expected.losses[name].item())
+        / (1.0 if name == "cosine" else expected.losses[name].item())
         for name, value in found.losses.items()
     }
-    errors["by prompt"] = relative(found.prompt, wanted.prompt)
-    errors["average"] = relative(found.average, wanted.average)
-    for name, one, other in zip(Head._fields, found.head, wanted.head, strict=True):
+    errors["by prompt"] = relative(found.prompt, expected.prompt)
+    errors["average"] = relative(found.average, expected.average)
+    for name, one, other in zip(Head._fields, found.head, expected.head, strict=True):
         errors[f"by {name}"] = relative(one, other)
     return errors
 
@@ -108,16 +109,16 @@ def check(
     length: int = 4,
     steps: int = 2,
 ) -> None:
-    """Hold every loss and gradient to `bound` of the plain walk in float64.
+    """Check that every loss and gradient is within `bound` of the reference in float64.
 
-    A gradient that is a small difference of large numbers is beyond float32 in any order of its sums: where the plain
-    walk in the model's own precision misses `bound` / 5 itself, five times its error is allowed.
+    Float32 cannot represent a gradient that is a small difference of large numbers. Where the error of the reference in
+    the model's own precision exceeds `bound` / 5, five times that error is allowed.
     """
     exact = list(run_reference(small(model.kind, torch.float64), names, s, length, steps))
-    plainly = exact if model.embedding.dtype == torch.float64 else run_reference(model, names, s, length, steps)
+    same_precision = exact if model.embedding.dtype == torch.float64 else run_reference(model, names, s, length, steps)
     allowed = [
-        {what: max(bound, 5 * error) for what, error in errors_of(found, wanted).items()}
-        for found, wanted in zip(plainly, exact, strict=True)
+        {what: max(bound, 5 * error) for what, error in errors_of(found, expected).items()}
+        for found, expected in zip(same_precision, exact, strict=True)
     ]
     for chunk in chunks:
         for step, found in enumerate(run(model, names, s, length, steps, chunk)):
@@ -128,13 +129,13 @@ def check(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_joint_step_of_every_kind(kind: str) -> None:
+def test_joint_step_of_every_architecture_equals_reference(kind: str) -> None:
     check(small(kind, torch.float64), NAMES, Settings(), 1e-9, length=3)
 
 
 @pytest.mark.parametrize("length", range(1, 9))
-def test_joint_step_of_every_length(length: int) -> None:
-    """Prompts of one to eight vectors, and a name of 60 tokens among short ones."""
+def test_joint_step_of_every_prompt_length_equals_reference(length: int) -> None:
+    """Prompts have one to eight vectors, and one of the names has 60 tokens."""
     check(small("vit", torch.float64), [*NAMES, name_of(60)], Settings(), 1e-9, length=length)
 
 
@@ -155,88 +156,89 @@ SETTINGS = {
     "warm": Settings(temperature=0.5),
     "not normalized": Settings(normalize=False, temperature=1.0),
     "other template": Settings(template="{} in the snow"),
-    "no hand": Settings(views=("end", "front", "middle")),
+    "no hand_crafted": Settings(views=("end", "front", "middle")),
     "no middle": Settings(views=("end", "front", "hand_crafted")),
     "no front": Settings(views=("end", "middle", "hand_crafted")),
     "no end": Settings(views=("front", "middle", "hand_crafted")),
     "end, front": Settings(views=("end", "front")),
     "end, middle": Settings(views=("end", "middle")),
-    "end, hand": Settings(views=("end", "hand_crafted")),
+    "end, hand_crafted": Settings(views=("end", "hand_crafted")),
     "front, middle": Settings(views=("front", "middle")),
-    "hand, front": Settings(views=("hand_crafted", "front")),
-    "middle, hand": Settings(views=("middle", "hand_crafted")),
+    "hand_crafted, front": Settings(views=("hand_crafted", "front")),
+    "middle, hand_crafted": Settings(views=("middle", "hand_crafted")),
 }
 
 
-@pytest.mark.parametrize("which", SETTINGS)
-def test_joint_step_with_settings(which: str) -> None:
-    check(small("vit", torch.float64), NAMES, SETTINGS[which], 1e-9)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_joint_step_with_all_settings_equals_reference(setting: str) -> None:
+    check(small("vit", torch.float64), NAMES, SETTINGS[setting], 1e-9)
 
 
-@pytest.mark.parametrize("which", ["mse", "ce, cpt", "no hand"])
+@pytest.mark.parametrize("setting", ["mse", "ce, cpt", "no hand_crafted"])
 @pytest.mark.parametrize("kind", ["mobileclip", "layerscale"])
-def test_joint_step_of_other_kinds_with_settings(kind: str, which: str) -> None:
-    check(small(kind, torch.float64), NAMES, SETTINGS[which], 1e-9, length=2)
+def test_joint_step_of_other_architectures_with_settings_equals_reference(kind: str, setting: str) -> None:
+    check(small(kind, torch.float64), NAMES, SETTINGS[setting], 1e-9, length=2)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_equal_names(apart: bool) -> None:
+@pytest.mark.parametrize("duplicates_as_negatives", [False, True])
+def test_joint_step_with_duplicate_names_equals_reference(duplicates_as_negatives: bool) -> None:
     model = small("vit", torch.float64)
-    check(model, EQUAL, Settings(duplicates_as_negatives=apart), 1e-9)
+    check(model, EQUAL, Settings(duplicates_as_negatives=duplicates_as_negatives), 1e-9)
     losses = [
-        next(run(model, EQUAL, Settings(duplicates_as_negatives=each))).losses["cpt"] for each in (apart, not apart)
+        next(run(model, EQUAL, Settings(duplicates_as_negatives=each))).losses["cpt"]
+        for each in (duplicates_as_negatives, not duplicates_as_negatives)
     ]
     assert abs(losses[0] - losses[1]) > 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_float32(kind: str) -> None:
+def test_joint_step_in_float32_equals_reference(kind: str) -> None:
     check(small(kind), NAMES, Settings(gm=0), 1e-5)
     check(small(kind), NAMES, Settings(), 1e-5)
 
 
-def test_average_over_many_steps() -> None:
-    """Eq. 11 by its sum, over steps that each have another gradient."""
+def test_moving_average_over_many_steps_equals_the_explicit_sum() -> None:
+    """Every step has another gradient; the reference computes Eq. 11 as a sum."""
     model, s = small("one-layer", torch.float64), Settings(cpt=0, gm=0, decay=0.7)
     check(model, NAMES[:3], s, 1e-9, steps=6)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4])
 @pytest.mark.parametrize("kind", ["vit", "bert"])
-def test_any_chunk(kind: str, chunk: int) -> None:
+def test_joint_step_with_any_chunk_size_equals_reference(kind: str, chunk: int) -> None:
     check(small(kind, torch.float64), EQUAL, Settings(matching="mse"), 1e-9, chunks=(chunk,), steps=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_contrast_step(kind: str) -> None:
+def test_contrast_step_equals_reference(kind: str) -> None:
     model = small(kind, torch.float64)
     head = head_of(model)
     for s in (Settings(), Settings(views=("front", "hand_crafted"), reduction="sum")):
         p = random_prompt(model, 3).requires_grad_()
-        wanted = reference.contrast_loss(model, EQUAL, p, head, s)
-        (by_prompt,) = torch.autograd.grad(wanted, p)
+        expected = reference.contrast_loss(model, EQUAL, p, head, s)
+        (by_prompt,) = torch.autograd.grad(expected, p)
         for chunk in (None, 2):
             loss, found = contrast_step(task_of(model, EQUAL, 3, s, chunk, stage=2), p.detach(), head)
-            assert loss == pytest.approx(wanted.item(), rel=1e-9)
+            assert loss == pytest.approx(expected.item(), rel=1e-9)
             assert relative(found, by_prompt) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
-def test_contrast_step_in_float32(kind: str) -> None:
+def test_contrast_step_in_float32_is_close_to_float64(kind: str) -> None:
     model, exact = small(kind), small(kind, torch.float64)
     head, s = head_of(model), Settings()
     p = random_prompt(model, 4).double().requires_grad_()
-    wanted = reference.contrast_loss(exact, NAMES, p, [t.double() for t in head], s)
-    (by_prompt,) = torch.autograd.grad(wanted, p)
+    expected = reference.contrast_loss(exact, NAMES, p, [t.double() for t in head], s)
+    (by_prompt,) = torch.autograd.grad(expected, p)
     for chunk in (None, 2):
         loss, found = contrast_step(task_of(model, NAMES, 4, s, chunk, stage=2), p.detach().float(), head)
-        assert loss == pytest.approx(wanted.item(), rel=1e-5)
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
         assert relative(found, by_prompt) < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [None, 6])
-def test_similarities_in_blocks_of_rows(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list so long that CPT takes its similarities in blocks has the same steps, second derivative and all."""
+def test_steps_with_similarities_in_blocks_equal_one_block(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPT computes the similarities of long class lists in blocks; steps of both stages do not change."""
     model = small("one-layer", torch.float64)
     names = [*WORDS[:20], "Cat"]
     task = task_of(model, names, 4, Settings(), chunk)
@@ -255,48 +257,48 @@ def test_similarities_in_blocks_of_rows(chunk: int | None, monkeypatch: pytest.M
     assert again == pytest.approx(loss, rel=1e-9)
     assert relative(gradient, by_prompt) < 1e-9
     assert relative(other.prompt, step.prompt) < 1e-9
-    for one, wanted in zip(other.head, step.head, strict=True):
-        assert relative(one, wanted) < 1e-9
+    for one, expected in zip(other.head, step.head, strict=True):
+        assert relative(one, expected) < 1e-9
 
 
 @pytest.mark.parametrize("matching", ["cosine", "mse"])
 @pytest.mark.parametrize(("kind", "chunk"), [("vit", None), ("vit", 2), ("vit-quickgelu", None), ("mobileclip", 2)])
-def test_finite_differences(kind: str, chunk: int | None, matching: str) -> None:
-    """With an average that a step does not move, the gradient is that of the sum of the losses reported."""
+def test_gradient_equals_finite_differences_of_the_losses(kind: str, chunk: int | None, matching: str) -> None:
+    """The decay is so close to 1 that the step does not change the average, so the losses are ordinary functions."""
     model = small(kind, torch.float64)
     s = Settings(matching=matching, reduction="sum", decay=1 - 1e-12, gm=20.0)
     task, config, batch = task_of(model, NAMES, 4, s, chunk), config_of(s), batch_of(model, len(NAMES))
     average = random_prompt(model, 4, seed=7)
     prompt, head = random_prompt(model, 4), head_of(model)
     generator = torch.Generator().manual_seed(5)
-    towards = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (prompt, *head)]
+    direction = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (prompt, *head)]
 
     def at(move: float) -> tuple[Step, Tensor]:
-        p, *h = (t + move * d for t, d in zip((prompt, *head), towards, strict=True))
+        p, *h = (t + move * d for t, d in zip((prompt, *head), direction, strict=True))
         step = joint_step(task, p, Head(*h), batch, average, config)
         return step, (task.encoder(p) @ h[0].t() + h[1]) > 0
 
     step, pattern = at(0.0)
     (after, one), (before, other) = at(1e-5), at(-1e-5)
-    assert torch.equal(one, pattern)  # no ReLU turns in between, so the losses are smooth there
+    assert torch.equal(one, pattern)  # no ReLU changes sign in between, so the losses are smooth
     assert torch.equal(other, pattern)
     weights = {"ce": s.ce, "cpt": s.cpt, "gm": s.gm}
     slope = sum(w * (after.losses[name] - before.losses[name]) for name, w in weights.items()) / 2e-5
-    wanted = sum((g * d).sum().item() for g, d in zip((step.prompt, *step.head), towards, strict=True))
-    assert slope == pytest.approx(wanted, rel=1e-6)
+    expected = sum((g * d).sum().item() for g, d in zip((step.prompt, *step.head), direction, strict=True))
+    assert slope == pytest.approx(expected, rel=1e-6)
     without = joint_step(task, prompt, head, batch, average, config_of(replace(s, gm=0.0)))
-    assert relative(without.prompt, step.prompt) > 1e-2  # gradient matching has its part in it
+    assert relative(without.prompt, step.prompt) > 1e-2  # gradient matching contributes
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_inputs_are_left_as_they_were(chunk: int | None) -> None:
+def test_steps_do_not_change_their_inputs(chunk: int | None) -> None:
     model = small("vit", torch.float64)
     task = task_of(model, NAMES, 4, Settings(), chunk)
     prompt, head, average = random_prompt(model, 4), head_of(model), random_prompt(model, 4, seed=1)
     kept = [t.clone() for t in (prompt, average, *head)]
     joint_step(task, prompt, head, batch_of(model, len(NAMES)), average, config_of(Settings()))
     contrast_step(task, prompt, head)
-    for tensor, was in zip((prompt, average, *head), kept, strict=True):
-        assert torch.equal(tensor, was)
+    for tensor, before in zip((prompt, average, *head), kept, strict=True):
+        assert torch.equal(tensor, before)
         assert tensor.grad is None
         assert not tensor.requires_grad

@@ -32,16 +32,16 @@ CLASSES = {
 
 
 def instances(kind: type) -> list[nn.Module]:
-    """All modules of this very class in all small models."""
+    """Return all modules of exactly this class in all small models."""
     return [module for name in KINDS for module in small(name).clip.modules() if type(module) is kind]
 
 
-def test_every_class_is_checked() -> None:
+def test_every_used_class_is_checked() -> None:
     assert set(CLASSES) == set(USED)
 
 
 @pytest.mark.parametrize("name", USED)
-def test_attributes_are_there(name: str) -> None:
+def test_used_attributes_exist(name: str) -> None:
     found = instances(CLASSES[name])
     assert found
     missing = {attribute for module in found for attribute in USED[name] if not _has(module, attribute)}
@@ -56,6 +56,6 @@ def _has(module: object, attribute: str) -> bool:
     return True
 
 
-def test_cross_attention_is_told_by_its_norm() -> None:
+def test_cross_attention_blocks_have_their_own_norm() -> None:
     assert hasattr(transformer.ResidualAttentionBlock(8, 2, is_cross_attention=True), CROSS_ATTENTION_NORM)
     assert not hasattr(transformer.ResidualAttentionBlock(8, 2), CROSS_ATTENTION_NORM)

@@ -1,4 +1,4 @@
-"""ProDA against slow code, and that it is learned once for each seed."""
+"""ProDA equals a slow reference, and is learned once per seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.methods import check_method, make_context
 from tests.helpers.models import Small, names_of, relative, small
 from tests.oracle import proda as oracle
 
-NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
+NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # CLIP joins both full stops of the last name
 SHORT = ProdaConfig(TrainConfig(length=3, words="", epochs=2, batch=2), prompts=4, prompts_per_step=2)
 SCALE = 20.0
 
@@ -50,7 +50,7 @@ def task_of(tiny: Small, names: list[str], chunk: int | None, length: int = 3) -
 
 
 def learn(tiny: Small, features: Tensor, labels: Tensor, names: list[str], config: ProdaConfig) -> Tensor:
-    """The contexts [K, M, d] learned from features [N, crops, D] in memory."""
+    """Return the contexts [K, M, d] learned from features [N, crops, D] in memory."""
     context = FitContext(tiny.model, Source.from_features(features, labels.tolist(), names))
     return PRODA.fit(context, config).tensors["contexts"]
 
@@ -66,12 +66,12 @@ def classifier(context: FitContext, config: ProdaConfig = SHORT) -> Classifier:
 def test_step_equals_the_reference(kind: str, chunk: int | None) -> None:
     tiny = small(kind, torch.float64)
     contexts, batch = contexts_of(tiny), batch_of(tiny, len(NAMES))
-    chosen = [5, 0, 4]  # in front, at the end, in the middle
+    chosen = [5, 0, 4]  # prompts with the name in front, at the end, in the middle
     found, gradient = step(task_of(tiny, NAMES, chunk), contexts, chosen, batch, 0.7)
-    surrogate, alike, wanted = oracle.step(tiny, NAMES, contexts, chosen, *batch, 0.7)
+    surrogate, alike, expected = oracle.step(tiny, NAMES, contexts, chosen, *batch, 0.7)
     assert found == {"bound": pytest.approx(surrogate.item()), "likeness": pytest.approx(alike.item())}
-    assert relative(gradient, wanted) < 1e-9
-    assert gradient[1].norm() > 0  # the orthogonality loss moves prompts that are not chosen, too
+    assert relative(gradient, expected) < 1e-9
+    assert gradient[1].norm() > 0  # the orthogonality loss also moves prompts that are not chosen
     assert not contexts.requires_grad
 
 
@@ -99,12 +99,12 @@ def test_bound_equals_its_formula_and_exceeds_the_loss_of_the_mean(
 
 
 def test_bound_exceeds_the_expected_cross_entropy() -> None:
-    """Of class embeddings drawn from the Gaussian, each coordinate independently."""
+    """Class embeddings are drawn from the Gaussian, each coordinate independently."""
     generator = torch.Generator().manual_seed(0)
     features = F.normalize(torch.randn(4, 3, 5, generator=generator, dtype=torch.float64), dim=-1)
     images = F.normalize(torch.randn(2, 5, generator=generator, dtype=torch.float64), dim=-1)
     labels = torch.tensor([2, 0])
-    off = (features - features.mean(0)) / 5**0.5  # divided by n + 1
+    off = (features - features.mean(0)) / 5**0.5  # the variance is divided by n + 1
     draws = torch.randn(20000, 4, 5, generator=generator, dtype=torch.float64)
     drawn = features.mean(0) + torch.einsum("snd,ncd->scd", draws, off)
     logits = 4.0 * torch.einsum("bd,scd->sbc", images, drawn)
@@ -113,7 +113,7 @@ def test_bound_exceeds_the_expected_cross_entropy() -> None:
     assert plain < expected < bound(Batch(images, labels, 4.0), features)
 
 
-def test_likeness_compares_different_prompts() -> None:
+def test_likeness_is_the_mean_over_different_prompts() -> None:
     own = torch.tensor([[1.0, 0.0], [0.0, 2.0], [-3.0, 0.0]])
     assert likeness(own).item() == pytest.approx(1 / 3)
     assert likeness(own).item() == pytest.approx(oracle.likeness(own).item())
@@ -121,13 +121,13 @@ def test_likeness_compares_different_prompts() -> None:
 
 @pytest.mark.parametrize("prompts", [2, 4, 6, 32])
 def test_half_of_the_prompts_have_the_name_at_the_end(prompts: int) -> None:
-    assert places(prompts) == [oracle.where(k, prompts) for k in range(prompts)]
+    assert places(prompts) == [oracle.name_position(k, prompts) for k in range(prompts)]
     assert places(32).count("end") == 16
     assert places(32).count("front") == places(32).count("middle") == 8
 
 
 def test_training_equals_plain_steps() -> None:
-    """SGD written out, with the oracle's gradients; in two steps each of the four prompts is used once."""
+    """The reference is SGD with the oracle's gradients. In two steps, each of the four prompts is used once."""
     tiny, config = small("vit", torch.float64), dataclasses.replace(SHORT.learn, lr=0.05, warmup_lr=0.1, seed=3)
     generator = torch.Generator().manual_seed(5)
     features = F.normalize(torch.randn(5, 2, tiny.spec.dimension, generator=generator), dim=-1)
@@ -156,20 +156,20 @@ def test_training_equals_plain_steps() -> None:
 
 @pytest.mark.parametrize("kind", ["vit", "clipa"])
 def test_classifier_is_the_mean_embedding(kind: str) -> None:
-    """With and without chunks, for five classes and for two."""
+    """With and without chunks, for five and for two classes."""
     tiny = small(kind)
     contexts = contexts_of(tiny, 5)
     for names in (NAMES, NAMES[:2]):
         exact = small(kind, torch.float64)
-        wanted = oracle.mean_embedding(exact, names, contexts.double())
+        expected = oracle.mean_embedding(exact, names, contexts.double())
         for chunk in (None, 2):
             found = mean_embedding(tiny.model, contexts, names, ProdaConfig(TrainConfig(chunk=chunk)))
-            assert relative(found.weights, wanted) < 1e-5
+            assert relative(found.weights, expected) < 1e-5
             assert found.names == tuple(names)
     assert (found.weights.norm(dim=-1) < 0.999).all()
 
 
-def test_training_in_chunks_equals_training_on_the_whole() -> None:
+def test_chunked_training_equals_unchunked() -> None:
     names = names_of([1, 2, 1, 3, 2, 4, 1, 2, 3])
     features = F.normalize(torch.randn(9, 1, 24, generator=torch.Generator().manual_seed(0)), dim=-1)
     learned = []
@@ -180,17 +180,17 @@ def test_training_in_chunks_equals_training_on_the_whole() -> None:
     assert all(relative(one, learned[0]) < 1e-4 for one in learned)
 
 
-def test_determinism_resuming_reuse_and_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism_resuming_reuse_chunking_and_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_method(PRODA, SHORT, tmp_path, monkeypatch)
 
 
-def test_learned_once_for_each_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_learned_once_per_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = classifier(make_context(tmp_path))
     first.save(tmp_path / "c")
     assert torch.equal(Classifier.load(tmp_path / "c").weights, first.weights)
     second = dataclasses.replace(SHORT, learn=dataclasses.replace(SHORT.learn, seed=2))
     assert not torch.equal(classifier(make_context(tmp_path), second).weights, first.weights)
-    monkeypatch.setattr(FitContext, "features", None)  # it would be called to learn
+    monkeypatch.setattr(FitContext, "features", None)  # training would call it
     again = classifier(make_context(tmp_path))
     assert torch.equal(again.weights, first.weights)
     probabilities = again(F.normalize(torch.ones(3, 1, 24), dim=-1))
@@ -227,23 +227,23 @@ def test_interrupted_training_resumes_bitwise(tmp_path: Path, monkeypatch: pytes
     [{"prompts": 1}, {"prompts": 4.5}, {"orthogonality": -1.0}, {"orthogonality": float("nan")},
      {"orthogonality": "much"}, {"prompts_per_step": 0}],
 )  # fmt: skip
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"ProdaConfig.{next(iter(wrong))} must be"):
         ProdaConfig(**wrong)
 
 
-def test_prompts_per_step_must_divide_the_prompts() -> None:
-    with pytest.raises(SelfTPTError, match="prompts_per_step must divide the 32 prompts, not 5"):
+def test_prompts_per_step_must_divide_the_number_of_prompts() -> None:
+    with pytest.raises(SelfTPTError, match="prompts_per_step must be a divisor of prompts, 32, but is 5"):
         ProdaConfig(prompts_per_step=5)
 
 
-def test_prompt_that_leaves_no_room_is_refused() -> None:
-    tiny = small("layerscale")  # 32 positions
+def test_prompt_that_is_too_long_for_the_names_is_refused() -> None:
+    tiny = small("layerscale")  # context length 32
     with pytest.raises(SelfTPTError, match=r"too long: it has 14 tokens, .* accepts 13"):
         mean_embedding(tiny.model, contexts_of(tiny, 4, 16), [*NAMES, names_of([14])[0]], ProdaConfig())
 
 
-def test_table_has_the_method() -> None:
+def test_method_is_registered() -> None:
     assert METHODS["proda"] is PRODA
     assert PRODA.needs_labels
     assert PRODA.seeded(7).learn.seed == 7

@@ -1,4 +1,4 @@
-"""The recipe of the embedded model (tools/embedded_model), on made-up words and numbers."""
+"""Tests of the recipe of the embedded model (tools/embedded_model), with a small artificial vocabulary and model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wordnet(tmp_path: Path) -> WordNet:
     return WordNet(tmp_path)
 
 
-def test_wordnet_is_read(wordnet: WordNet) -> None:
+def test_wordnet_reads_definitions_hypernyms_and_visible_nouns(wordnet: WordNet) -> None:
     assert wordnet.synsets["00000002"].definition == "a feline"
     assert [wordnet.hypernym(offset) for offset in ("00000001", "00000004")] == ["thing", "cat"]
     assert wordnet.ancestors("00000004") == {"00000004", "00000002", "00000001"}
@@ -79,7 +79,7 @@ def test_wordnet_is_read(wordnet: WordNet) -> None:
     }
 
 
-def test_a_script_reports_an_error_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_report_errors_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"), exit_on_error():
         WordNet(tmp_path / "missing")
     message = capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_a_script_reports_an_error_on_one_line(tmp_path: Path, capsys: pytest.Ca
     assert message.count("\n") == 1
 
 
-def test_adjectives_are_read(wordnet: WordNet) -> None:
+def test_wordnet_reads_adjectives(wordnet: WordNet) -> None:
     text = "furry, fluffy: covered with fur"
     assert wordnet.adjectives() == {"furry": text, "fluffy": text}
 
@@ -103,6 +103,7 @@ def vocabulary(wordnet: WordNet, monkeypatch: pytest.MonkeyPatch) -> Vocabulary:
 
 
 def letter_vectors(texts: Sequence[str]) -> Tensor:
+    """Embed texts by the counts of their letters [N, 26], L2-normalised."""
     counts = [[text.lower().count(chr(97 + i)) + 0.1 for i in range(26)] for text in texts]
     return F.normalize(torch.tensor(counts), dim=-1)
 

@@ -1,4 +1,4 @@
-"""Records of runs: each is written once by whatever number of threads and processes, and checked when it is read."""
+"""Records of runs: any number of threads and processes write each record once, and records are checked when read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RECORD: Record = {
 
 
 def changed(path: str, value: Any) -> Record:
-    """The record with one value replaced, by dotted path."""
+    """Return the record with one value replaced, given by a dotted path."""
     record = json.loads(json.dumps(RECORD))
     *parents, name = path.split(".")
     place = record
@@ -66,7 +66,7 @@ def lock_files(folder: Path) -> list[Path]:
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """A process that runs `code` with `runs`, the folder of the first argument."""
+    """Start a process that runs `code` with `runs`, the `Runs` of the folder in its first argument."""
     head = "import sys, time; from pathlib import Path; from selftpt.evaluation.runs import Runs\n"
     head += "runs = Runs(Path(sys.argv[1]))\n"
     command = [sys.executable, "-c", head + code, *map(str, arguments)]
@@ -91,7 +91,7 @@ def test_run_is_claimed_by_one_at_a_time(tmp_path: Path) -> None:
         assert mine
 
 
-def test_claim_ends_with_an_error(tmp_path: Path) -> None:
+def test_claim_is_released_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Runs(tmp_path).claim("a"):
         raise KeyboardInterrupt
     assert lock_files(tmp_path) == []
@@ -100,7 +100,7 @@ def test_claim_ends_with_an_error(tmp_path: Path) -> None:
 
 
 def test_recorded_run_is_not_claimed_again(tmp_path: Path) -> None:
-    """Also if another process recorded it after this one read the records."""
+    """Also if another process records it after this process has read the records."""
     early = Runs(tmp_path)
     Runs(tmp_path).add(RECORD)
     with early.claim("a") as mine:
@@ -116,7 +116,7 @@ def test_record_of_a_known_key_is_not_added_again(tmp_path: Path) -> None:
     assert keys(tmp_path) == ["a"]
 
 
-def test_lock_file_left_behind_blocks_nobody(tmp_path: Path) -> None:
+def test_leftover_lock_file_does_not_block(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     with runs.claim("a"):
         (left,) = lock_files(tmp_path)
@@ -181,7 +181,7 @@ def test_threads_exclude_each_other_while_lock_files_are_deleted(tmp_path: Path)
 
 
 def test_processes_record_each_run_once(tmp_path: Path) -> None:
-    """Two processes that start at once take every run that the other has not; without claims both would do all."""
+    """Each of two processes takes the runs that the other has not claimed; without claims, both would do all runs."""
     code = """
 print("ready", flush=True)
 sys.stdin.readline()
@@ -207,7 +207,7 @@ for key in "abcdefghij":
     assert lock_files(tmp_path) == []
 
 
-def test_claim_of_a_killed_process_is_free(tmp_path: Path) -> None:
+def test_claim_of_a_killed_process_is_released(tmp_path: Path) -> None:
     code = "with runs.claim('a') as mine:\n    print(mine, flush=True)\n    time.sleep(600)"
     process = start(code, tmp_path)
     started(process)
@@ -223,7 +223,7 @@ def test_claim_of_a_killed_process_is_free(tmp_path: Path) -> None:
     assert lock_files(tmp_path) == []
 
 
-def test_records_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+def test_records_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     code = "from selftpt.locks import lock\nwith lock(runs.folder / '.records.jsonl.lock'):\n"
     process = start(code + "    print(1, flush=True); time.sleep(600)", tmp_path)
     started(process)
@@ -240,7 +240,7 @@ def test_folder_that_cannot_hold_locks_is_refused(tmp_path: Path) -> None:
 
 
 def test_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock by the mere existence of a file, which could outlive its owner, is not used instead."""
+    """The existence of a file is not used as a lock instead, because it could outlive its owner."""
 
     def flock(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -271,7 +271,7 @@ def test_changed_record_is_refused_by_its_digest(tmp_path: Path) -> None:
         Runs(tmp_path)
 
 
-def test_record_that_lost_its_digest_is_refused(tmp_path: Path) -> None:
+def test_record_without_its_digest_is_refused(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.add(RECORD)
     runs.file.write_text(
@@ -282,7 +282,7 @@ def test_record_that_lost_its_digest_is_refused(tmp_path: Path) -> None:
 
 
 def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """Without a digest, and with the keys of that time."""
+    """They have no digest, and former key names."""
     old = {key: value for key, value in RECORD.items() if key != "random_init"} | {"meaningless": True}
     old["results"] = {"test": {**{key: value for key, value in PART.items() if key != "images"}, "pictures": 12}}
     old["source"] = {"dataset": "imagenet", "pictures": 16000}
@@ -377,7 +377,7 @@ def test_damaged_line_is_refused_in_one_line(tmp_path: Path, line: bytes, why: s
 
 @given(st.data())
 def test_mutated_line_is_refused_or_has_the_same_content(data: st.DataObject) -> None:
-    """Whatever bytes are replaced, inserted or deleted in one place."""
+    """Bytes are replaced, inserted or deleted at one position."""
     line = to_line(RECORD).encode()
     start = data.draw(st.integers(0, len(line)))
     stop = data.draw(st.integers(start, min(start + 4, len(line))))
@@ -386,7 +386,7 @@ def test_mutated_line_is_refused_or_has_the_same_content(data: st.DataObject) ->
         record = from_line(mutated)
     except ValueError:
         return
-    # White space, or another notation of the same value.
+    # The change is in white space, or gives another notation of the same value.
     assert {key: value for key, value in record.items() if key in RECORD} == RECORD
 
 
@@ -409,13 +409,13 @@ def test_record_that_could_not_be_read_is_not_written(tmp_path: Path, value: Any
 
 
 def test_carriage_return_does_not_end_a_line(tmp_path: Path) -> None:
-    """A line that was split there would be left out as if it were the last one, cut short."""
+    """A line that is split there would be left out as a truncated last line."""
     write_lines(tmp_path, b"{\r" + json.dumps(RECORD).encode()[1:], json.dumps({**RECORD, "key": "b"}).encode() + b"\r")
     assert [record["key"] for record in read_records(tmp_path)] == ["a", "b"]
 
 
 def test_line_being_written_is_left_out_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Only what was cut short before the folder was opened is worth a warning."""
+    """Only a line that was truncated before the folder was opened gives a warning."""
     runs = Runs(tmp_path)
     runs.add(RECORD)
     with runs.file.open("a") as file:

@@ -1,4 +1,4 @@
-"""SHIP: the generator against slow code, and CoOp on real and generated features."""
+"""SHIP: the generator equals a slow reference, and CoOp learns from real and generated features."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers.models import Small, model, relative, small
 from tests.oracle import reference
 from tests.oracle import ship as slow
 
-NAMES = ["cat", "red kite", "bird etc."]  # of the last, CLIP joins both full stops in one token
+NAMES = ["cat", "red kite", "bird etc."]  # CLIP joins both full stops of the last name
 GENERATOR = GeneratorConfig(epochs=2, batch=2, encoder=7, generator=9, length=3)
 QUICK = ShipConfig(GENERATOR, ShipCoopConfig(epochs=2, lr=0.1, warmup_lr=0.1))
 
@@ -49,28 +49,28 @@ def ids_of(tiny: Small, names: list[str]) -> list[list[int]]:
     return end_ids(tiny.model.text.tokenizer, [clean_name(name) for name in names])
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def large_autoencoder(tiny: Small) -> Autoencoder:
-    """The initial one with random numbers added, so that all weights and biases matter."""
+    """Return the initial autoencoder with noise added, so that all weights and biases affect the result."""
     first = initial_autoencoder(tiny.model, GENERATOR)
-    return Autoencoder(*(t.double() + 0.3 * drawn(*t.shape, seed=i) for i, t in enumerate(first)))
+    return Autoencoder(*(t.double() + 0.3 * random_tensor(*t.shape, seed=i) for i, t in enumerate(first)))
 
 
 @pytest.mark.parametrize("kind", ["vit", "custom-text", "layerscale", "worldwide", "siglip", "coca"])
 def test_losses_and_gradients_equal_the_reference(kind: str) -> None:
     tiny = small(kind, torch.float64)
     vae, d = large_autoencoder(tiny), tiny.spec.dimension
-    images, noise = F.normalize(drawn(4, d, seed=20), dim=-1), drawn(4, d, seed=21)
+    images, noise = F.normalize(random_tensor(4, d, seed=20), dim=-1), random_tensor(4, d, seed=21)
     names = [NAMES[i] for i in (0, 2, 1, 0)]
-    wanted_losses = slow.loss(tiny, vae, images, noise, names)
-    wanted = slow.gradients(tiny, vae, images, noise, names)
+    expected_losses = slow.loss(tiny, vae, images, noise, names)
+    expected = slow.gradients(tiny, vae, images, noise, names)
     for chunk in (None, 3):
         losses, found = generator_step(tiny.model, vae, images, noise, ids_of(tiny, names), chunk)
-        assert list(losses.values()) == pytest.approx([loss.item() for loss in wanted_losses], rel=1e-9)
-        for name, one, other in zip(Autoencoder._fields, found, wanted, strict=True):
+        assert list(losses.values()) == pytest.approx([loss.item() for loss in expected_losses], rel=1e-9)
+        for name, one, other in zip(Autoencoder._fields, found, expected, strict=True):
             assert relative(one, other) < 1e-8, name
 
 
@@ -81,7 +81,7 @@ def autoencoder_of(tensors: Mapping[str, Tensor]) -> Autoencoder:
 def test_training_equals_plain_steps(tmp_path: Path) -> None:
     tiny = small("vit", torch.float64)
     config = dataclasses.replace(GENERATOR, lr=0.01, warmup_lr=0.005)
-    features, labels = F.normalize(drawn(5, 2, tiny.spec.dimension), dim=-1), torch.tensor([0, 0, 1, 1, 2])
+    features, labels = F.normalize(random_tensor(5, 2, tiny.spec.dimension), dim=-1), torch.tensor([0, 0, 1, 1, 2])
     memory = FitContext(model(), Source.from_features(features.float(), labels.tolist(), NAMES))
     training = SHIP.training(memory, ShipConfig(config))
     found = autoencoder_of(training.run(RunFiles(tmp_path / "g", "", False)))
@@ -91,7 +91,7 @@ def test_training_equals_plain_steps(tmp_path: Path) -> None:
     number = 0
     for epoch, lr in enumerate((0.005, 0.01)):
         order = torch.randperm(5, generator=torch.Generator().manual_seed(config.seed * 100_003 + epoch))
-        for step in range(2):  # the fifth image is left over
+        for step in range(2):  # the fifth image does not fill a batch
             chosen = order[2 * step : 2 * step + 2]
             generator = ship.seeded(f"noise 1 {epoch} {step}")
             noise = torch.randn(2, tiny.spec.dimension, generator=generator).double()
@@ -108,7 +108,7 @@ def test_training_equals_plain_steps(tmp_path: Path) -> None:
 
 
 def test_training_data_is_kept_with_the_generator() -> None:
-    """CoOp needs it for every class list."""
+    """CoOp needs the training data for every class list."""
     features = F.normalize(torch.randn(6, 2, model().dimension), dim=-1)
     fitted = SHIP.fit(FitContext(model(), Source.from_features(features, [0, 0, 1, 1, 2, 2], NAMES)), QUICK)
     assert torch.equal(fitted.tensors["features"], features)
@@ -120,7 +120,7 @@ def test_single_steps_equal_a_run(tmp_path: Path, source: Source) -> None:
     check_single_steps(SHIP, QUICK, context(tmp_path, source))
 
 
-def test_initial_weights() -> None:
+def test_initial_weights_are_random_and_biases_are_zero() -> None:
     vae = initial_autoencoder(model(), dataclasses.replace(GENERATOR, encoder=200, generator=300))
     D, d = model().dimension, model().text.width
     assert [tuple(t.shape) for t in vae] == [
@@ -132,7 +132,7 @@ def test_initial_weights() -> None:
 
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_generated_features_equal_the_reference(chunk: int | None) -> None:
-    """The same number for each name, L2-normalised, from z drawn in order, for any chunk size."""
+    """Each name gets the same number of L2-normalised features, independent of the chunk size."""
     tiny = small("vit", torch.float64)
     vae, config = large_autoencoder(tiny), dataclasses.replace(GENERATOR, chunk=chunk)
     vae = Autoencoder(*(tensor.float() for tensor in vae))
@@ -140,8 +140,8 @@ def test_generated_features_equal_the_reference(chunk: int | None) -> None:
     z = torch.randn(18, tiny.spec.dimension, generator=ship.seeded("generate 1")).view(6, 3, -1)
     for i, crops in enumerate(z):
         for j, one in enumerate(crops):
-            wanted = slow.make(tiny, [t.double() for t in vae], one.double(), NAMES[i // 2])
-            assert relative(found[i, j], wanted) < 1e-4
+            expected = slow.make(tiny, [t.double() for t in vae], one.double(), NAMES[i // 2])
+            assert relative(found[i, j], expected) < 1e-4
 
 
 def context(folder: Path, source: Source) -> FitContext:
@@ -170,7 +170,7 @@ def coop(names: list[str], features: Tensor, labels: Tensor) -> Prompt:
 
 
 def test_new_names_are_learned_from_generated_features(source: Source, tmp_path: Path) -> None:
-    """Step by step: nine real features, three for each of four new names, and one CoOp over all names."""
+    """The reference trains CoOp on nine real features and three generated features for each of four new names."""
     asked = ["Red  Fox", "wolf", "old bear", "lion", "duck"]
     found = classifier(context(tmp_path, source), asked)
     features, labels = real(source)
@@ -179,21 +179,21 @@ def test_new_names_are_learned_from_generated_features(source: Source, tmp_path:
     assert len(labels) == 9
     everything = torch.cat([features, made]), torch.cat([labels, torch.tensor([3] * 3 + [4] * 3 + [5] * 3 + [6] * 3)])
     prompt = coop([*source.names, *asked[1:]], *everything)
-    wanted = adapt(model(), prompt, asked, AdaptConfig(steps=0))
+    expected = adapt(model(), prompt, asked, AdaptConfig(steps=0))
     assert found.names == ("Red Fox", "wolf", "old bear", "lion", "duck")
-    assert torch.allclose(found.weights, wanted.weights, atol=1e-6)
+    assert torch.allclose(found.weights, expected.weights, atol=1e-6)
     fewer = adapt(model(), coop(list(source.names), features, labels), asked, AdaptConfig(steps=0))
     assert not torch.allclose(found.weights, fewer.weights, atol=1e-4), "generated features make no difference"
 
 
-def test_without_new_names_it_is_coop(source: Source, tmp_path: Path) -> None:
+def test_without_new_names_ship_equals_coop(source: Source, tmp_path: Path) -> None:
     found = classifier(context(tmp_path, source), ["Kite", "red_fox"])
     prompt = coop(list(source.names), *real(source))
-    wanted = adapt(model(), prompt, ["kite", "red fox"], AdaptConfig(steps=0))
-    assert torch.allclose(found.weights, wanted.weights, atol=1e-6)
+    expected = adapt(model(), prompt, ["kite", "red fox"], AdaptConfig(steps=0))
+    assert torch.allclose(found.weights, expected.weights, atol=1e-6)
 
 
-def test_learned_once_for_each_class_list_and_seed(
+def test_prompt_is_learned_once_per_class_list_and_seed(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["kite", "wolf"]
@@ -202,7 +202,7 @@ def test_learned_once_for_each_class_list_and_seed(
     assert not torch.equal(others.weights[0], first.weights[0]), "the prompt of other names"
     other = dataclasses.replace(QUICK, coop=ShipCoopConfig(epochs=1))
     with monkeypatch.context() as patch:
-        patch.setattr(FitContext, "features", None)  # it would be called to learn the generator
+        patch.setattr(FitContext, "features", None)  # training the generator would call it
         changed = classifier(context(tmp_path, source), asked, other)
         assert not torch.equal(changed.weights, first.weights), "CoOp with another configuration"
 
@@ -254,13 +254,13 @@ def test_interrupted_generator_resumes_bitwise(source: Source, tmp_path: Path, m
         (ShipConfig, {"coop": GENERATOR}),
     ],
 )
-def test_wrong_configuration_is_refused(kind: type, wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(kind: type, wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"{kind.__name__}.{next(iter(wrong))} must be"):
         kind(**wrong)
 
 
 @pytest.mark.parametrize("names", [["cat"], ["cat", ""], "cat"])
-def test_wrong_names_are_refused_before_coop_learns(names: list[str], source: Source, tmp_path: Path) -> None:
+def test_invalid_names_are_refused_before_coop_is_trained(names: list[str], source: Source, tmp_path: Path) -> None:
     with pytest.raises(SelfTPTError):
         classifier(context(tmp_path, source), names)
     assert not list((tmp_path / "learned").glob("ship-prompt*"))
@@ -270,12 +270,12 @@ def test_bias_is_added_to_every_prompt_vector() -> None:
     tiny = small("vit", torch.float64)
     vae = large_autoencoder(tiny)
     still = vae._replace(shift=torch.zeros_like(vae.shift), shift_bias=torch.ones_like(vae.shift_bias))
-    wanted = reference.encode(tiny, "end", ["cat"], vae.context + 1)[0]
+    expected = reference.encode(tiny, "end", ["cat"], vae.context + 1)[0]
     z = torch.zeros(1, tiny.spec.dimension).double()
-    assert relative(still.generate(tiny.model, z, ids_of(tiny, ["cat"]))[0], slow.unit(wanted)) < 1e-9
+    assert relative(still.generate(tiny.model, z, ids_of(tiny, ["cat"]))[0], slow.unit(expected)) < 1e-9
 
 
-def test_table_has_the_method() -> None:
+def test_method_is_registered() -> None:
     assert METHODS["ship"] is SHIP
     assert SHIP.seeded(7).learn.seed == 7
     assert SHIP.cost(SHIP.config) == "1 view"

@@ -27,7 +27,7 @@ from tests.helpers.models import model
 NO_CACHE = Cache("off")
 FAST = {"learn.epochs": 1, "learn.shots": 1}
 
-# The checks of scikit-learn that do not need a table of numbers as input.
+# Checks of scikit-learn that do not need numeric arrays as input.
 CHECKS = [
     estimator_checks.check_no_attributes_set_in_init,
     estimator_checks.check_parameters_default_constructible,
@@ -54,7 +54,7 @@ def photos(tmp_path: Path) -> tuple[list[Path], list[str]]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_estimator_checks_of_scikit_learn(check: Any) -> None:
+def test_estimator_passes_the_checks_of_scikit_learn(check: Any) -> None:
     check("SelfTPTClassifier", SelfTPTClassifier())
 
 
@@ -86,7 +86,9 @@ def test_numeric_labels_need_class_names(photos: tuple[list[Path], list[str]]) -
         estimator(names={3: "dog"}).fit(X, labels)
 
 
-def test_clones_grid_search_cross_validation_and_pipelines(photos: tuple[list[Path], list[str]]) -> None:
+def test_estimator_works_with_clone_grid_search_cross_validation_and_pipelines(
+    photos: tuple[list[Path], list[str]],
+) -> None:
     X, y = photos
     assert clone(estimator(template="a sketch of {}.")).template == "a sketch of {}."
     search = GridSearchCV(estimator(), {"template": ["a photo of a {}.", "a sketch of {}."]}, cv=2).fit(X, y)
@@ -96,7 +98,7 @@ def test_clones_grid_search_cross_validation_and_pipelines(photos: tuple[list[Pa
     assert pipeline.predict(X).shape == (len(X),)
 
 
-def test_errors(photos: tuple[list[Path], list[str]], tmp_path: Path) -> None:
+def test_invalid_input_is_refused(photos: tuple[list[Path], list[str]], tmp_path: Path) -> None:
     X, y = photos
     with pytest.raises(NotFittedError):
         estimator().predict(X)
@@ -106,7 +108,7 @@ def test_errors(photos: tuple[list[Path], list[str]], tmp_path: Path) -> None:
         estimator().fit(X, y).predict([tmp_path / "none.jpg"])
 
 
-def test_a_fitted_estimator_pickles_without_the_model(photos: tuple[list[Path], list[str]]) -> None:
+def test_fitted_estimator_is_pickled_without_the_model(photos: tuple[list[Path], list[str]]) -> None:
     fitted = estimator().set_params(model=None).fit(*photos)
     data = pickle.dumps(fitted)
     assert len(data) < 100_000

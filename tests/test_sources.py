@@ -43,7 +43,7 @@ class Listed(VisionDataset):  # type: ignore[misc]
         return noise(index), index % 2
 
 
-def test_a_torchvision_folder_equals_the_folder_itself(photos: Path) -> None:
+def test_torchvision_folder_equals_the_folder_itself(photos: Path) -> None:
     found, expected = Source.read(ImageFolder(str(photos))), Source.from_folder(photos)
     assert found.names == ("kite", "red fox")
     assert found.labels == expected.labels
@@ -51,7 +51,7 @@ def test_a_torchvision_folder_equals_the_folder_itself(photos: Path) -> None:
         assert np.array_equal(np.asarray(open_image(one)), np.asarray(open_image(other)))
 
 
-def test_a_subset_keeps_its_images_and_labels(photos: Path) -> None:
+def test_subset_keeps_its_images_and_labels(photos: Path) -> None:
     dataset = ImageFolder(str(photos))
     found = Source.read(Subset(Subset(dataset, [5, 4, 0]), [0, 2]))
     assert found.labels == (1, 0)
@@ -80,7 +80,7 @@ def test_torchvision_datasets_that_cannot_be_used_are_refused(photos: Path) -> N
     assert Source.from_torchvision(FakeData(4, num_classes=2), ["cat", "dog"]).names == ("cat", "dog")
 
 
-def test_an_item_that_cannot_be_read_is_an_image_error() -> None:
+def test_unreadable_item_is_an_image_error() -> None:
     with pytest.raises(ImageError, match="image 0 of the dataset: cannot be read"):
         open_image(DatasetImage([], 0, 0))
     with pytest.raises(ImageError, match="image 1 of the dataset: it is of type int, not an image"):
@@ -111,7 +111,7 @@ def hub_dataset() -> Any:
     return datasets.Dataset.from_dict(rows, features=features)
 
 
-def test_a_hugging_face_dataset_is_read_by_the_types_of_its_columns(hub_dataset: Any) -> None:
+def test_columns_of_a_hugging_face_dataset_are_found_by_type(hub_dataset: Any) -> None:
     found = Source.read(hub_dataset)
     assert found.names == ("cat", "dog")
     assert found.labels == (0, 1, 1)
@@ -126,7 +126,7 @@ def test_columns_of_a_hugging_face_dataset_can_be_named(hub_dataset: Any) -> Non
         Source.from_huggingface(hub_dataset, image="image")
     with pytest.raises(SelfTPTError, match="numbers without class names"):
         Source.from_huggingface(hub_dataset, label="id")
-    with pytest.raises(SelfTPTError, match="which column is the label"):
+    with pytest.raises(SelfTPTError, match="no label column was found"):
         Source.from_huggingface(hub_dataset.remove_columns("kind"))
 
 
@@ -139,5 +139,5 @@ def test_string_labels_of_a_hugging_face_dataset_are_class_names(hub_dataset: An
 def test_several_splits_of_a_hugging_face_dataset_are_refused(hub_dataset: Any) -> None:
     datasets = pytest.importorskip("datasets")
     for wrong in (datasets.DatasetDict(train=hub_dataset), hub_dataset.to_iterable_dataset()):
-        with pytest.raises(SelfTPTError, match="give one split of the dataset"):
+        with pytest.raises(SelfTPTError, match="must be one split"):
             Source.read(wrong)

@@ -1,4 +1,4 @@
-"""SwapPrompt: its loss, its gradient and its steps against slow code."""
+"""SwapPrompt: loss, gradient and steps equal a slow reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.models import Small, model, random_prompt, relative, small
 from tests.oracle import reference
 from tests.oracle import swapprompt as oracle
 
-NAMES = ("red fox", "blue whale", "kite etc.")  # of the last, CLIP joins both full stops in one token
+NAMES = ("red fox", "blue whale", "kite etc.")  # CLIP joins both full stops of the last name
 TEMPLATE = "a photo of a {}."
 
 
@@ -68,7 +68,7 @@ def test_loss_and_gradient_equal_the_reference(kind: str, labels: list[int], chu
 
 
 def test_tuning_equals_plain_steps() -> None:
-    """The target follows the online prompt after every step; each epoch takes the next pair; SGD written out."""
+    """The reference updates the target prompt after every step, and uses the next crop pair in each epoch."""
     chosen = SwapPromptConfig(
         epochs=3, batch=3, crops=4, length=2, words="photo of", lr=0.05, warmup_lr=0.02, decay=0.6, seed=5
     )
@@ -108,7 +108,7 @@ SHORT = SwapPromptConfig(epochs=2, crops=2, batch=4, shots=1, lr=0.05, warmup_lr
 
 
 def test_predictor_tunes_on_zero_shot_labels() -> None:
-    """Zero-shot labels of the images, tuning on their crops, then the images again; a call leaves no state."""
+    """The prompt is tuned on crops with zero-shot labels, then classifies the images; a call leaves no state."""
     tiny = small("vit")
     views = draw(0, 9, 3, tiny.model.dimension, dtype=torch.float32)
     predictor = predictor_of(SHORT)
@@ -119,8 +119,8 @@ def test_predictor_tunes_on_zero_shot_labels() -> None:
     )
     labels = torch.tensor(oracle.assignments(zero_shot.tolist(), 1))
     prompt = tune(tiny.model, encoder_of(tiny, 2), views[:, None, 1:], labels, SHORT)
-    wanted = reference.probabilities(views[:, 0], reference.encode(tiny, "end", NAMES, prompt), 1 / tiny.model.scale)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    expected = reference.probabilities(views[:, 0], reference.encode(tiny, "end", NAMES, prompt), 1 / tiny.model.scale)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert not torch.allclose(found, zero_shot, atol=1e-2)
     assert not torch.allclose(predictor_of(replace(SHORT, seed=2))(views), found, atol=1e-5)
 
@@ -143,14 +143,14 @@ def test_views_and_cost_follow_from_the_configuration() -> None:
     assert SWAPPROMPT.cost(SwapPromptConfig(crops=8)) == "9 views, tuning"
 
 
-def test_class_list_in_chunks_is_tuned_the_same() -> None:
+def test_chunked_tuning_equals_unchunked() -> None:
     crops, labels = draw(1, 6, 1, 2, model().dimension, dtype=torch.float32), torch.tensor([0, 1, 2, -1, -1, -1])
     chosen = SwapPromptConfig(epochs=2, batch=3, crops=2, lr=0.05, warmup_lr=0.05)
     whole, parts = (tune(model(), encoder_of(small("vit"), 4, c), crops, labels, chosen) for c in (None, 1))
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
 
 
-def test_two_classes() -> None:
+def test_two_classes_are_tuned_and_classified() -> None:
     predictor = predictor_of(SwapPromptConfig(epochs=1, crops=2), NAMES[:2])
     found = predictor(draw(0, 3, 3, model().dimension, dtype=torch.float32))
     assert found.shape == (3, 2)
@@ -164,12 +164,12 @@ def test_two_classes() -> None:
         ({"crops": None}, "crops must be an even number"),
         ({"crops": 4.5}, "SwapPromptConfig.crops must be"),
         ({"decay": 1.0}, "SwapPromptConfig.decay must be"),
-        ({"swap": 0, "pseudo": 0}, "both losses have weight 0"),
+        ({"swap": 0, "pseudo": 0}, "there is no loss"),
         ({"swap": -1}, "SwapPromptConfig.swap must be"),
         ({"pseudo": "1"}, "SwapPromptConfig.pseudo must be"),
         ({"epochs": 0}, "SwapPromptConfig.epochs must be"),
     ],
 )
-def test_wrong_configuration_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(SelfTPTError, match=message):
         SwapPromptConfig(**wrong)

@@ -1,4 +1,4 @@
-"""Tables of records, with numbers computed by hand."""
+"""Tables of benchmark records, compared with known numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEST_IMAGES = {
 
 
 def record(method: str, dataset: str, top1: float, seed: int | None = 1, **other: Any) -> Record:
-    """A run of cross-dataset as the paper has it, but for what is said otherwise."""
+    """Return the record of a cross-dataset run with the settings of the paper, except for the given ones."""
     source = None if seed is None else SOURCE
     result = {
         "top1": top1,
@@ -95,7 +95,7 @@ THREE_SEEDS = [
 ]
 
 
-def test_means_deviations_and_averages_over_seeds() -> None:
+def test_means_standard_deviations_and_averages_over_seeds() -> None:
     table = make_table(THREE_SEEDS, "cross-dataset", paper="none")
     assert table.columns == ("oxford_pets", "dtd", "average")
     assert names(table) == ["clip", "self-tpt"]
@@ -103,13 +103,13 @@ def test_means_deviations_and_averages_over_seeds() -> None:
     assert row(table, "self-tpt").cells == {
         "oxford_pets": Cell(91, 1, 3),
         "dtd": Cell(47, 3, 3),
-        "average": Cell(69, 1, 3),  # of 70, 69 and 68
+        "average": Cell(69, 1, 3),  # mean of 70, 69 and 68
     }
     assert row(table, "self-tpt").best == {"oxford_pets", "dtd", "average"}
     assert not row(table, "clip").best
 
 
-def test_text() -> None:
+def test_table_as_text() -> None:
     assert render(make_table(THREE_SEEDS, "cross-dataset")) == (
         """\
 cross-dataset: top-1 accuracy (%) on the test images
@@ -128,7 +128,7 @@ averages are over the columns shown
     )
 
 
-def test_markdown() -> None:
+def test_table_as_markdown() -> None:
     lines = render(make_table(THREE_SEEDS, "cross-dataset", paper="none"), "markdown").splitlines()
     assert lines[2:6] == [
         "| method | seeds | Pets | DTD | Average |",
@@ -140,7 +140,7 @@ def test_markdown() -> None:
     assert r"| a\|b | 1 | 1.00 | 1.00 |" in render(piped, "markdown")
 
 
-def test_latex_escapes_and_bold() -> None:
+def test_latex_table_escapes_text_and_marks_the_best_in_bold() -> None:
     mine = [record("50%_#1", "my_set", top1, seed, model=TINY) for seed, top1 in ((1, 50.0), (2, 52.0))]
     text = render(make_table([*mine, record("clip", "my_set", 40.0, None)], "cross-dataset", paper="none"), "latex")
     lines = text.splitlines()
@@ -155,7 +155,7 @@ def test_latex_escapes_and_bold() -> None:
     )
 
 
-def test_csv_parses_back() -> None:
+def test_csv_table_can_be_parsed() -> None:
     odd = record('a "b", c', "oxford_pets", 70.123456, model=TINY)
     table = make_table([*THREE_SEEDS, odd], "cross-dataset")
     lines = list(csv.DictReader(io.StringIO(render(table, "csv"))))
@@ -172,14 +172,14 @@ def test_csv_parses_back() -> None:
     assert other["notes"].endswith("; average over 1 of 2 datasets")
 
 
-def test_one_seed_has_no_deviation() -> None:
+def test_one_seed_has_no_standard_deviation() -> None:
     table = make_table([record("coop", "dtd", 41.256, 2)], "cross-dataset", paper="none")
     assert row(table, "coop").cells["dtd"] == Cell(41.256, None, 1)
     assert "coop    1      41.26  41.26" in render(table).splitlines()
     assert table.notes == ()
 
 
-def test_missing_cells_are_shown_and_the_average_is_marked_and_not_the_best() -> None:
+def test_incomplete_average_is_marked_and_never_the_best() -> None:
     runs = [
         record("coop", "oxford_pets", 99.0),
         record("tpt", "oxford_pets", 80.0),
@@ -197,7 +197,7 @@ def test_missing_cells_are_shown_and_the_average_is_marked_and_not_the_best() ->
     assert table.marks == {"average over 1 of 2 datasets": "†"}
 
 
-def test_seeds_that_differ_between_datasets_are_said() -> None:
+def test_different_numbers_of_seeds_are_shown_as_a_range() -> None:
     runs = [
         record("coop", "oxford_pets", 80.0, 1),
         record("coop", "oxford_pets", 82.0, 2),
@@ -208,20 +208,20 @@ def test_seeds_that_differ_between_datasets_are_said() -> None:
     assert "coop    1-2    81.00 ±1.41  41.00  61.00" in render(table).splitlines()
 
 
-def test_the_later_of_equal_records_counts() -> None:
+def test_last_of_several_records_of_a_run_is_used() -> None:
     again = [*THREE_SEEDS, record("clip", "dtd", 45.0, None, data={"published": False})]
     table = make_table(again, "cross-dataset", paper="none")
     assert row(table, "clip").cells["dtd"].mean == 45
     assert row(table, "clip").notes == ("the split is not the published one: DTD",)
 
 
-def test_equal_bests_are_both_marked_to_the_digits_shown() -> None:
+def test_all_best_values_that_round_to_the_same_digits_are_marked() -> None:
     runs = [record("clip", "dtd", 44.001, None), record("coop", "dtd", 44.004), record("tpt", "dtd", 43.99)]
     best = {row.name: bool(row.best) for row in make_table(runs, "cross-dataset").rows if not row.paper}
     assert best == {"clip": True, "coop": True, "tpt": False}
 
 
-def test_rows_are_told_apart_by_what_differs() -> None:
+def test_row_names_have_only_the_settings_that_differ() -> None:
     quick = {"adapt": {"lr": 1.0, "steps": 10}, "learn": {"seed": 1}}
     runs = [record("self-tpt", "dtd", 49.0), record("self-tpt", "dtd", 50.0, settings=quick)]
     assert names(make_table(runs, "cross-dataset", paper="none")) == [
@@ -249,7 +249,7 @@ def test_rows_are_told_apart_by_what_differs() -> None:
     ]
 
 
-def test_a_setting_of_the_dataset_makes_no_rows_but_is_said() -> None:
+def test_setting_that_depends_on_the_dataset_is_noted_without_extra_rows() -> None:
     runs = [record("coop", name, 50.0, settings={"template": f"{name} {{}}."}) for name in ("dtd", "eurosat")]
     table = make_table(runs, "cross-dataset", paper="none")
     assert names(table) == ["coop"]
@@ -284,22 +284,22 @@ def test_a_setting_of_the_dataset_makes_no_rows_but_is_said() -> None:
         ({"random_init": True, "model": TINY}, "the weights were randomly initialised: the numbers have no meaning"),
     ],
 )
-def test_marks(changes: dict[str, Any], note: str | None) -> None:
+def test_differences_from_the_paper_are_marked_with_a_note(changes: dict[str, Any], note: str | None) -> None:
     table = make_table([record("coop", "dtd", 50.0, **changes)], "cross-dataset")
     assert row(table, "coop").notes == ((note,) if note else ())
-    assert len(row(table, "CoOp (paper)").notes) == 1  # on how it was trained
+    assert len(row(table, "CoOp (paper)").notes) == 1  # the note on its training
     if note:
         assert "coop †" in render(table)
         assert f"\n† {note}\n" in render(table)
 
 
-def test_a_dataset_that_the_paper_has_not_is_marked_only_if_it_was_cut() -> None:
+def test_dataset_that_is_not_in_the_paper_is_marked_only_if_it_was_limited() -> None:
     assert make_table([record("coop", "mine", 50.0)], "cross-dataset").marks == {}
     cut = record("coop", "mine", 50.0, data={"published": True, "limit": 100})
     assert list(make_table([cut], "cross-dataset").marks) == ["not the paper's number of images: mine 100"]
 
 
-def test_many_marks_are_all_different_and_equal_notes_share_one() -> None:
+def test_marks_are_unique_and_equal_notes_share_a_mark() -> None:
     models = [{"name": f"model-{i}", "pretrained": None, "digest": f"{i:016}"} for i in range(6)]
     runs = [record("coop", "dtd", 50.0, model=model) for model in models] + [
         record("tpt", "dtd", 50.0, model=models[5])
@@ -315,7 +315,7 @@ def test_random_weights_are_never_the_best() -> None:
     assert [bool(row.best) for row in table.rows] == [True, False, False]
 
 
-def test_base_to_new_and_its_metrics() -> None:
+def test_base_to_new_metrics_and_blocks() -> None:
     runs = [
         base_to_new("self-tpt", "oxford_pets", 60.0, 90.0),
         base_to_new("self-tpt", "dtd", 40.0, 20.0),
@@ -333,7 +333,7 @@ def test_base_to_new_and_its_metrics() -> None:
             72,
             pytest.approx(80 / 3),
             pytest.approx(2 * 50 * 55 / 105),
-        ],  # of the averages, as papers compute it
+        ],  # harmonic mean of the averages, as in papers
         "ece": [5, 5, 5],
         "base-top5": [90, 90, 90],
     }
@@ -349,15 +349,15 @@ def test_base_to_new_and_its_metrics() -> None:
     assert names(make_table(runs, "base-to-new", "harmonic")) == ["clip", "self-tpt"]
 
 
-def test_other_settings_are_told() -> None:
+def test_changed_settings_are_noted() -> None:
     runs = [record("self-tpt", "dtd", 50.0, changes={"learn.lr": 1.0}), record("clip", "dtd", 44.0, None, changes={})]
     table = make_table(runs, "cross-dataset", paper="none")
     assert row(table, "self-tpt").notes == ("other settings than the method's own: learn.lr 1.0",)
     assert row(table, "clip").notes == ()
 
 
-def test_only_rows_of_as_many_images_are_compared() -> None:
-    """A part of the test images is not the best of them."""
+def test_only_rows_with_the_same_number_of_images_are_compared() -> None:
+    """A result on a part of the test images is never marked as the best."""
     part = {"test": {"top1": 90.0, "top5": 95.0, "ece": 1.0, "images": 100, "classes": 47}}
     runs = [
         record("clip", "dtd", 44.0, None),
@@ -367,14 +367,14 @@ def test_only_rows_of_as_many_images_are_compared() -> None:
     assert [row.name for row in make_table(runs, "cross-dataset").rows if row.best] == ["coop"]
 
 
-def test_of_calibration_errors_the_lowest_is_best() -> None:
-    runs = [record("clip", "dtd", 44.0), record("coop", "dtd", 50.0)]  # 56 and 50
+def test_lowest_calibration_error_is_best() -> None:
+    runs = [record("clip", "dtd", 44.0), record("coop", "dtd", 50.0)]  # calibration errors 56 and 50
     table = make_table(runs, "cross-dataset", "ece")
     assert [row.name for row in table.rows if row.best] == ["coop"]
     assert row(table, "coop").cells["dtd"].mean == 50
 
 
-def test_the_source_is_shown_and_not_averaged() -> None:
+def test_source_of_the_protocol_is_shown_and_not_averaged() -> None:
     runs = [
         record("clip", "imagenetv2", 60.0, None, protocol="domain"),
         record("clip", "imagenet", 66.0, None, protocol="domain"),
@@ -390,7 +390,7 @@ CALTECH = {**SOURCE, "dataset": "caltech101", "classes": 100}
 
 
 def test_runs_from_different_sources_never_share_a_row() -> None:
-    """Neither on the same datasets, where they would be averaged, nor on different ones."""
+    """Neither runs on the same dataset, which would be averaged, nor runs on different datasets."""
     runs = [record("coop", "dtd", 50.0), record("coop", "dtd", 30.0, 2, source=CALTECH)]
     table = make_table(runs, "cross-dataset", paper="none")
     assert {row.name: row.cells["dtd"].mean for row in table.rows} == {
@@ -411,7 +411,7 @@ def test_runs_from_different_sources_never_share_a_row() -> None:
 
 
 def test_source_of_the_records_is_not_in_the_average() -> None:
-    """Of no row if all have one source: zero-shot and the paper's rows are averaged over the same datasets."""
+    """If all runs have one source, the rows of zero-shot CLIP and of the paper leave it out too."""
     runs = [
         *(record("clip", name, top1, None) for name, top1 in (("caltech101", 90.0), ("dtd", 40.0), ("eurosat", 20.0))),
         *(
@@ -445,7 +445,7 @@ def test_recorded_source_is_named_in_the_footer() -> None:
 
 
 def test_averages_of_different_sources_are_compared_only_over_the_same_datasets() -> None:
-    """The averages of the first two are over two datasets, that of the third is over two others."""
+    """The first two rows are averaged over the same two datasets, the third over others."""
     datasets = ("imagenet", "caltech101", "dtd")
     runs = [
         *(record("clip", name, top1, None) for name, top1 in zip(datasets, (60.0, 90.0, 40.0), strict=True)),
@@ -467,13 +467,13 @@ def test_averages_of_different_sources_are_compared_only_over_the_same_datasets(
     assert table.notes == ()
 
 
-def test_source_is_said_of_random_weights_too() -> None:
+def test_source_is_noted_for_random_weights_too() -> None:
     runs = [record("coop", "dtd", 50.0, source=CALTECH, random_init=True)]
     (only,) = make_table(runs, "cross-dataset", paper="none").rows
     assert only.notes[0] == "learned from Caltech, not from the paper's ImageNet"
 
 
-def test_template_comes_from_the_records() -> None:
+def test_template_of_the_records_is_used() -> None:
     runs = [record("clip", "dtd", 44.0, None, template="a photo of a {}."), record("clip", "dtd", 46.0, None)]
     runs[1]["template"] = "{} texture."
     table = make_table(runs, "cross-dataset", paper="none")
@@ -485,7 +485,7 @@ def test_template_comes_from_the_records() -> None:
     assert make_table([new], "base-to-new", paper="none").marks == {}
 
 
-def test_setting_called_as_a_fact_of_the_record_still_separates_rows() -> None:
+def test_setting_with_the_name_of_a_record_field_separates_rows() -> None:
     runs = [record("own", "dtd", top1, settings={"limit": top1}) for top1 in (40.0, 50.0)]
     assert names(make_table(runs, "cross-dataset", paper="none")) == [
         "own (settings.limit 40.0)",
@@ -493,7 +493,7 @@ def test_setting_called_as_a_fact_of_the_record_still_separates_rows() -> None:
     ]
 
 
-def test_control_characters_of_names_do_not_break_a_table() -> None:
+def test_control_characters_in_names_are_escaped() -> None:
     table = make_table([record("a\nb", "my\x1bset", 50.0)], "cross-dataset", paper="none")
     for format in ("text", "markdown", "latex"):
         text = render(table, format)
@@ -502,7 +502,7 @@ def test_control_characters_of_names_do_not_break_a_table() -> None:
     assert "a\\nb" in render(table)
 
 
-def test_order_of_methods_is_that_of_the_table_of_methods() -> None:
+def test_methods_are_in_the_order_of_the_method_table() -> None:
     order = method_order()
     assert [name for name in order if name in METHODS] == list(METHODS)
     assert len(set(order)) == len(order)
@@ -510,7 +510,7 @@ def test_order_of_methods_is_that_of_the_table_of_methods() -> None:
         assert order.index(pair[0]) < order.index(pair[1])
 
 
-def test_columns_are_in_the_papers_order_and_its_own_average_stands_if_all_are_there() -> None:
+def test_columns_follow_the_paper_and_its_printed_average_is_used_if_complete() -> None:
     theirs = [name for name in DATASETS if not name.startswith("imagenet")]
     runs = [record("maple+tpt", name, 50.0) for name in reversed(theirs)]
     table = make_table(runs, "cross-dataset")
@@ -524,7 +524,7 @@ def test_columns_are_in_the_papers_order_and_its_own_average_stands_if_all_are_t
     assert row(more, "MaPLe+TPT (paper)").notes == ("average over 10 of 11 datasets",)
 
 
-def test_rows_of_the_paper() -> None:
+def test_paper_option_selects_the_rows_of_the_paper() -> None:
     runs = [record("own", "dtd", 50.0), record("tpt", "dtd", 50.0)]
     assert names(make_table(runs, "cross-dataset", paper="none")) == ["tpt", "own"]
     assert names(make_table(runs, "cross-dataset")) == ["tpt", "TPT (paper)", "own"]
@@ -536,7 +536,7 @@ def test_rows_of_the_paper() -> None:
     assert names(make_table([record("clip", "mine", 50.0, None)], "cross-dataset", paper="all")) == ["clip"]
 
 
-def test_only_some_methods() -> None:
+def test_methods_option_selects_rows() -> None:
     table = make_table(THREE_SEEDS, "cross-dataset", methods=["clip", "tpt", "swapprompt"])
     assert names(table) == ["clip", "CLIP (paper)", "TPT (paper)"]
     assert "no run of swapprompt" in table.notes
@@ -544,7 +544,7 @@ def test_only_some_methods() -> None:
         make_table(THREE_SEEDS, "cross-dataset", methods=["clip", "slef-tpt"])
 
 
-def test_wrong_questions_are_refused() -> None:
+def test_unknown_protocol_or_metric_is_refused() -> None:
     with pytest.raises(
         SelfTPTError, match="no protocol is called 'few-shot': choose one of base-to-new, cross-dataset"
     ):
@@ -559,10 +559,10 @@ def test_records_are_read_in_order(tmp_path: Path) -> None:
     assert read_records(write(tmp_path, *THREE_SEEDS)) == THREE_SEEDS
 
 
-def test_a_last_line_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
+def test_truncated_last_line_is_left_out_with_a_warning(tmp_path: Path) -> None:
     file = write(tmp_path, *THREE_SEEDS) / "records.jsonl"
     whole = json.dumps(THREE_SEEDS[0] | {"method": "é"}, ensure_ascii=False).encode()
-    for end in (30, whole.index("é".encode()) + 1):  # the second within a letter
+    for end in (30, whole.index("é".encode()) + 1):  # the second is inside a character
         file.write_bytes(json.dumps(THREE_SEEDS[0]).encode() + b"\n" + whole[:end])
         with pytest.warns(SelfTPTWarning, match="left out line 2 of .*: it was cut short"):
             assert read_records(tmp_path) == THREE_SEEDS[:1]
@@ -580,14 +580,14 @@ def test_a_last_line_cut_short_is_left_out_and_said(tmp_path: Path) -> None:
         (json.dumps(record("clip", "dtd", float("nan"))), "NaN is not a finite number"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, why: str) -> None:
+def test_damaged_line_is_refused_with_its_number(tmp_path: Path, line: str, why: str) -> None:
     first = json.dumps(THREE_SEEDS[0])
     tmp_path.joinpath("records.jsonl").write_text(f"{first}\n\n{line}\n{first}\n", "utf-8")
     with pytest.raises(SelfTPTError, match=f"line 3 is damaged .({why})"):
         read_records(tmp_path)
 
 
-def test_where_nothing_is_recorded(tmp_path: Path) -> None:
+def test_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SelfTPTError, match="nowhere does not exist"):
         read_records(tmp_path / "nowhere")
     with pytest.raises(SelfTPTError, match="`selftpt bench` makes them"):
@@ -599,7 +599,7 @@ def test_where_nothing_is_recorded(tmp_path: Path) -> None:
         read_records(file)
 
 
-def test_the_papers_tables_have_a_value_for_each_column() -> None:
+def test_tables_of_the_paper_have_a_value_for_each_column() -> None:
     labels = [table["label"] for table in PAPER["tables"]]
     assert len(set(labels)) == len(labels) == 14
     for table in PAPER["tables"]:
@@ -616,18 +616,18 @@ def test_the_papers_tables_have_a_value_for_each_column() -> None:
     assert [line["dataset"] for line in statistics_of["rows"]] == list(DATASETS)
 
 
-def test_the_papers_averages_are_the_means_of_their_rows_but_for_two() -> None:
-    apart = {
+def test_averages_of_the_paper_are_the_means_of_their_rows_with_two_exceptions() -> None:
+    exceptions = {
         (table["label"], line["method"])
         for table in PAPER["tables"]
         for line in table["rows"]
         if table["columns"][-1] == "average"
         and abs(statistics.fmean(line["values"][:-1]) - line["values"][-1]) > 0.005 + 1e-9
     }
-    assert apart == {("tab:cmp_with_sota_cross_dataset", "maple+tpt"), ("tab:cross_dataset_error_bar", "self-tpt")}
+    assert exceptions == {("tab:cmp_with_sota_cross_dataset", "maple+tpt"), ("tab:cross_dataset_error_bar", "self-tpt")}
 
 
-def test_command_shows_a_table_for_each_protocol(tmp_path: Path, run: Run) -> None:
+def test_command_prints_one_table_per_protocol(tmp_path: Path, run: Run) -> None:
     write(tmp_path, *THREE_SEEDS, base_to_new("clip", "dtd", 50.0, 60.0, seed=None))
     answer = run("table", tmp_path)
     assert answer.code == 0
@@ -638,7 +638,7 @@ def test_command_shows_a_table_for_each_protocol(tmp_path: Path, run: Run) -> No
     assert "\n\ncross-dataset: top-1 accuracy (%) on the test images\n" in answer.out
     only = run("table", tmp_path, "--protocol", "cross-dataset", "--paper", "none")
     assert only.out == render(make_table(THREE_SEEDS, "cross-dataset", paper="none"))
-    harmonic = run("table", tmp_path, "--metric", "harmonic")  # only base-to-new has it
+    harmonic = run("table", tmp_path, "--metric", "harmonic")  # only base-to-new has this metric
     assert harmonic.out.startswith("base-to-new: harmonic mean")
     assert "cross-dataset" not in harmonic.out
     some = run("table", tmp_path, "--compare", "self-tpt, tpt")
@@ -658,7 +658,7 @@ def test_command_writes_one_csv_of_all_protocols(tmp_path: Path, run: Run) -> No
     assert values == [("base", "dtd", "50.0"), ("new", "dtd", "60.0"), ("harmonic", "dtd", "54.5455")]
 
 
-def test_command_refuses_in_one_line(tmp_path: Path, run: Run) -> None:
+def test_command_errors_are_one_line(tmp_path: Path, run: Run) -> None:
     refused(run("table", tmp_path / "nowhere"), "nowhere does not exist")
     write(tmp_path, *THREE_SEEDS)
     refused(run("table", tmp_path, "--protocol", "few-shot"), "no protocol is called 'few-shot'")
@@ -669,6 +669,6 @@ def test_command_refuses_in_one_line(tmp_path: Path, run: Run) -> None:
     refused(run("table", tmp_path, "--out", tmp_path), "it is a folder")
 
 
-def test_tables_need_no_torch() -> None:
+def test_tables_do_not_import_torch() -> None:
     code = "import sys, selftpt.cli.table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""TDA: all images at once against a loop over the stream."""
+"""TDA: processing all images at once equals a loop over the stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = "a photo of a {}."
 
 
 def draw(seed: int, count: int, views: int, classes: int, dimension: int = 5) -> tuple[Tensor, Tensor]:
-    """L2-normalised features [N, V, D] and class vectors [C, D]."""
+    """Return L2-normalised features [N, V, D] and class vectors [C, D]."""
     generator = torch.Generator().manual_seed(seed)
     shown = torch.randn(count, views, dimension, generator=generator, dtype=torch.float64)
     weights = torch.randn(classes, dimension, generator=generator, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_stream_equals_the_reference(
 
 
 def test_both_caches_are_used() -> None:
-    """Otherwise the comparison above would prove nothing."""
+    """Otherwise the comparison above would not test both."""
     shown, weights = draw(0, 60, 1, 4)
     stream = merge(shown, weights, 6.0)
     whole = adapted_logits(stream, TdaConfig())
@@ -71,7 +71,7 @@ def test_both_caches_are_used() -> None:
 
 
 def test_cache_keeps_the_images_of_lowest_entropy() -> None:
-    """Two of a class; a third replaces the one of higher entropy only if its own is lower, not if it is equal."""
+    """The cache has two images per class. A third replaces the one of higher entropy only if its entropy is lower."""
     entered, left = keep([0, 2, 3, 5, 6], [1, 1, 1, 1, 0], [0.5, 0.3, 0.5, 0.4, 0.9], 2, end=8)
     assert dict(zip(entered.tolist(), left.tolist(), strict=True)) == {0: 5, 2: 8, 5: 8, 6: 8}
 
@@ -85,8 +85,8 @@ def features_of(count: int, views: int = 1) -> Tensor:
     return F.normalize(torch.randn(count, views, model().dimension, generator=generator), dim=-1)
 
 
-def test_seed_draws_the_order_of_the_stream() -> None:
-    """Answers come in the order of the images; a second call does not depend on the first."""
+def test_seed_determines_the_order_of_the_stream() -> None:
+    """Predictions are in input order, and a second call does not depend on the first."""
     features, first = features_of(20), predictor_of(seed=1)
     found = first(features)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
@@ -103,15 +103,15 @@ def test_seed_draws_the_order_of_the_stream() -> None:
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), views=st.sampled_from([1, 12]))
 def test_blocks_of_any_sizes_equal_one_block(sizes: list[int], views: int) -> None:
     features, predictor = features_of(sum(sizes), views), predictor_of(views=views)
-    wanted = predictor(features)
-    torch.testing.assert_close(predictor.function(iter(features.split(sizes))), wanted, rtol=0, atol=1e-6)
+    expected = predictor(features)
+    torch.testing.assert_close(predictor.function(iter(features.split(sizes))), expected, rtol=0, atol=1e-6)
     indices = torch.arange(len(features)).split(sizes)
     sources: list[list[Any]] = [[f"{i}.png" for i in some.tolist()] for some in indices]
     blocks = [Block(*each) for each in zip(indices, sources, features.split(sizes), strict=True)]
     found = list(predictor.stream(iter(blocks)))
     assert [len(probabilities) for _, probabilities in found] == sizes
     assert [block.sources for block, _ in found] == sources
-    torch.testing.assert_close(torch.cat([probabilities for _, probabilities in found]), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.cat([probabilities for _, probabilities in found]), expected, rtol=0, atol=1e-6)
 
 
 def test_stream_without_images_is_empty() -> None:
@@ -119,7 +119,7 @@ def test_stream_without_images_is_empty() -> None:
 
 
 def test_views_are_freed_while_the_stream_is_read() -> None:
-    """Of each block only what the caches need is kept, not its views, and not the memory that they share."""
+    """Only what the caches need is kept of each block, not its views or the memory that they share."""
     alive: list[int] = []
 
     def blocks() -> Iterator[Block]:
@@ -127,7 +127,7 @@ def test_views_are_freed_while_the_stream_is_read() -> None:
         for number in range(6):
             array = features_of(4, 12).numpy().copy()
             arrays.append(weakref.ref(array))
-            views = torch.from_numpy(array)  # holds on to the array as long as its memory is in use
+            views = torch.from_numpy(array)  # keeps the array alive while its memory is in use
             del array
             yield Block(torch.arange(4 * number, 4 * number + 4), [f"{i}.png" for i in range(4)], views)
             del views
@@ -142,8 +142,8 @@ def test_views_and_cost_follow_from_the_configuration() -> None:
     assert TDA.transductive
     assert TDA.views(TdaConfig()) == [ViewSpec()]
     assert TDA.views(TdaConfig(views=64)) == [ViewSpec(), ViewSpec(63, 0, augmix=True)]
-    assert TDA.cost(TdaConfig()) == "1 view, the caches"
-    assert TDA.cost(TdaConfig(views=8)) == "8 views, the caches"
+    assert TDA.cost(TdaConfig()) == "1 view, cache lookup"
+    assert TDA.cost(TdaConfig(views=8)) == "8 views, cache lookup"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_views_and_cost_follow_from_the_configuration() -> None:
     [{"views": 0}, {"positive_shots": 0}, {"positive_shots": 1.5}, {"negative_weight": -1}, {"augmix": "yes"},
      {"seed": -1}, {"unsure_below": None}],
 )  # fmt: skip
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"TdaConfig.{next(iter(wrong))} must be"):
         TdaConfig(**wrong)
 

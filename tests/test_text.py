@@ -57,7 +57,7 @@ def encoder_of(model: Small, names: list[str], length: int, views=VIEWS, chunk: 
 
 
 def reference_features(model: Small, names: list[str], prompt: Tensor, views=VIEWS) -> Tensor:
-    """[V, C, D] in float64 whatever the model's precision: float32 is held against the exact values."""
+    """Return reference features [V, C, D] in float64 for models of any precision."""
     exact = small(model.kind, torch.float64)
     return torch.stack([reference.encode(exact, view, names, prompt.double()) for view in views])
 
@@ -70,7 +70,7 @@ def test_packed_forward_is_used_where_supported(kind: str) -> None:
     assert isinstance(forward, PackedTextForward if SPECS[kind].packed else ReferenceTextForward)
 
 
-def test_list_of_kinds_that_support_packed() -> None:
+def test_architectures_that_support_packed_are_listed() -> None:
     assert set(PACKED) == {
         "vit",
         "vit-quickgelu",
@@ -93,7 +93,7 @@ def test_tower_without_causal_mask_does_not_support_packed() -> None:
         model.clip.attn_mask = mask
 
 
-def test_number_of_prompt_vectors_before_the_name() -> None:
+def test_number_of_prompt_vectors_before_the_name_depends_on_the_view() -> None:
     assert [before_name("end", length) for length in range(6)] == [0, 1, 2, 3, 4, 5]
     assert [before_name("front", length) for length in range(6)] == [0, 0, 0, 0, 0, 0]
     assert [before_name("middle", length) for length in range(6)] == [0, 0, 1, 1, 2, 2]

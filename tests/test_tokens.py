@@ -84,7 +84,7 @@ def test_tokenizer_with_unsupported_special_tokens_raises(make: Any) -> None:
         Tokenizer(StubTokenizer(make), 20)
 
 
-def test_stub_tokenizer_with_supported_special_tokens() -> None:
+def test_stub_tokenizer_with_supported_special_tokens_is_accepted() -> None:
     found = Tokenizer(StubTokenizer(lambda ids, n: pad([1, 4, *ids, 2], n)), 20)
     assert (found.start, found.end, found.pad) == ((1, 4), (2,), 0)
 
@@ -127,7 +127,7 @@ def hf_tokenizer(tmp_path: Path) -> HFTokenizer:
     return HFTokenizer(str(tmp_path), context_length=12)
 
 
-def test_hugging_face_tokenizer(hf_tokenizer: HFTokenizer) -> None:
+def test_special_tokens_and_ids_of_a_hugging_face_tokenizer(hf_tokenizer: HFTokenizer) -> None:
     found = Tokenizer(hf_tokenizer, 12)
     assert (found.start, found.end, found.pad) == ((2,), (3,), 0)
     tokens = tokenize(["Cat", "dog", "cat", "weasel"], found, 5)
@@ -155,7 +155,7 @@ def test_hugging_face_tokenizer(hf_tokenizer: HFTokenizer) -> None:
         ("_ _", ""),
     ],
 )
-def test_clean_name(name: str, clean: str) -> None:
+def test_names_are_cleaned(name: str, clean: str) -> None:
     assert clean_name(name) == clean
 
 
@@ -250,7 +250,7 @@ def test_text_similar_to_special_tokens_is_accepted() -> None:
     assert len(tokenize(names, CLIP, 20)) == 4
 
 
-def test_subset_of_classes() -> None:
+def test_subset_of_classes_keeps_tokens_and_duplicates() -> None:
     tokens = tokenize(["cat", "dog", "Cat", "red_kite", "DOG", "cat"], CLIP, 20)
     some = tokens.subset([5, 4, 3, 2, 1])
     assert some.names == ("cat", "DOG", "red kite", "Cat", "dog")

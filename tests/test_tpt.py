@@ -1,4 +1,4 @@
-"""TPT and C-TPT against slow code, and the work that they do for each image."""
+"""TPT and C-TPT equal a slow reference, and do a known amount of work per image."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.helpers.methods import raise_error
 from tests.helpers.models import Small, model, relative, small
 from tests.oracle import tpt as oracle
 
-NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # of the last, CLIP joins both full stops
+NAMES = ["cat", "red kite", "blue bird in the rain", "dog", "boat etc."]  # CLIP joins both full stops of the last name
 WORDS = "a photo of a"
 
 
 def views_of(small: Small, count: int = 1, views: int = 12, seed: int = 0) -> Tensor:
-    """L2-normalised features [N, V, D] that resemble views of one image each."""
+    """Return L2-normalised features [N, V, D] that are similar like views of one image each."""
     generator = torch.Generator().manual_seed(seed)
     middle = torch.randn(count, 1, small.spec.dimension, generator=generator)
     shown = middle + torch.randn(count, views, small.spec.dimension, generator=generator)
@@ -40,7 +40,7 @@ def views_of(small: Small, count: int = 1, views: int = 12, seed: int = 0) -> Te
 
 
 def tuner_of(small: Small, names: list[str] = NAMES, spread: float | None = None, **more: Any) -> Tuner:
-    """TPT's predictor, or C-TPT's if there is a weight of the dispersion."""
+    """Return TPT's predictor, or C-TPT's if a weight of the dispersion is given."""
     context, more = FitContext(small.model), {"confidence_ratio": 0.3} | more
     if spread is None:
         fitted = TPT.fit(context, TptConfig(**more))
@@ -52,19 +52,19 @@ def tuner_of(small: Small, names: list[str] = NAMES, spread: float | None = None
 
 
 def check(small: Small, names: list[str] = NAMES, spread: float | None = None, **more: Any) -> None:
-    """Loss, first gradient, prompt and probabilities equal the oracle's, with and without chunks."""
+    """Check loss, first gradient, prompt and probabilities against the oracle, with and without chunks."""
     (views,) = views_of(small)
     begin = small.embedding[torch.tensor(small.encode(WORDS))]
     tau = 1 / small.model.scale
-    wanted = oracle.tune(small, names, begin, views, tau, 0.3, spread=spread or 0.0, **more)
+    expected = oracle.tune(small, names, begin, views, tau, 0.3, spread=spread or 0.0, **more)
     for chunk in (None, 2):
         tuner = tuner_of(small, names, spread, chunk=chunk, **more)
         objective = tuner.objective(views)
-        assert objective(tuner.features).item() == pytest.approx(wanted.loss, rel=1e-9)
-        assert relative(tuner.first_gradient(objective), wanted.gradient) < 1e-9
-        assert relative(tuner.tune(views), wanted.prompt) < 1e-6
-        assert relative(tuner(views[None])[0], wanted.probabilities) < 1e-6
-    assert relative(begin, wanted.prompt) > 1e-3
+        assert objective(tuner.features).item() == pytest.approx(expected.loss, rel=1e-9)
+        assert relative(tuner.first_gradient(objective), expected.gradient) < 1e-9
+        assert relative(tuner.tune(views), expected.prompt) < 1e-6
+        assert relative(tuner(views[None])[0], expected.probabilities) < 1e-6
+    assert relative(begin, expected.prompt) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["vit", "vit-quickgelu", "custom-text", "qk-norm", "worldwide", "siglip"])
@@ -83,27 +83,27 @@ def test_two_classes_equal_the_reference() -> None:
 
 
 def test_float32_is_close_to_float64() -> None:
-    """The first step of Adam is the sign of the gradient, whatever its size: where that is near 0, signs may differ."""
+    """The first step of Adam has the sign of the gradient, which may differ where the gradient is near 0."""
     exact, found = small("vit", torch.float64), small("vit")
     views = views_of(exact, count=3)
     torch.testing.assert_close(tuner_of(found)(views.float()).double(), tuner_of(exact)(views), rtol=0, atol=1e-4)
 
 
 @given(st.integers(1, 9), st.integers(2, 6), st.floats(0.05, 1), st.integers(0, 10**6))
-def test_selection_and_loss_equal_the_reference(views: int, classes: int, share: float, seed: int) -> None:
+def test_selection_and_loss_equal_the_reference(views: int, classes: int, ratio: float, seed: int) -> None:
     logits = 3 * torch.randn(views, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    assert most_confident(logits, share).tolist() == oracle.confident(oracle.softmax(logits), share)
+    assert most_confident(logits, ratio).tolist() == oracle.lowest_entropy(oracle.softmax(logits), ratio)
     assert mean_entropy(logits).item() == pytest.approx(oracle.mean_entropy(oracle.softmax(logits)).item(), rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("ratio", "views", "kept"), [(0.1, 64, 6), (0.3, 12, 3), (0.3, 9, 2), (0.1, 9, 1), (0.29, 100, 28), (1.0, 5, 5)]
 )
-def test_every_method_keeps_int_of_ratio_times_views(ratio: float, views: int, kept: int) -> None:
-    """At least one, and never rounded up, as in TPT's code."""
+def test_every_method_rounds_the_number_of_confident_views_down(ratio: float, views: int, kept: int) -> None:
+    """At least one view is kept, as in TPT's code."""
     logits = torch.randn(views, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     probabilities = logits.softmax(-1)
-    chosen = oracle.confident(probabilities, ratio)
+    chosen = oracle.lowest_entropy(probabilities, ratio)
     assert len(chosen) == kept
     assert confident_views(probabilities, ratio).tolist() == chosen
     assert most_confident(logits, ratio).tolist() == chosen
@@ -154,7 +154,7 @@ def test_equal_classes_stay_equal() -> None:
 
 @pytest.mark.parametrize(("chunk", "forwards"), [(None, 1), (2, 1 + 3)])
 def test_text_forward_passes_per_image(chunk: int | None, forwards: int) -> None:
-    """One for the answer; the first step needs its own only if no graph is kept, here in three chunks."""
+    """The prediction needs one pass. The first step needs its own only if no graph is kept, here in three chunks."""
     tiny = small("vit")
     tuner, done = tuner_of(tiny, chunk=chunk), []
     tuner.encoder.on_forward = lambda: done.append(1)
@@ -168,14 +168,14 @@ def test_coop_tpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
     context = FitContext(model(), source, tmp_path / "learned", on_error=raise_error)
     image = views_of(small("vit"), count=3)[:, :1]
     coop, coop_tpt = METHODS["coop"], METHODS["coop+tpt"]
-    wanted = coop.fit(context, type(coop.config)(CoopTrainConfig(epochs=2))).for_classes(NAMES)(image)
+    expected = coop.fit(context, type(coop.config)(CoopTrainConfig(epochs=2))).for_classes(NAMES)(image)
     start = CoopTptConfig(steps=0, learn=LearnConfig(epochs=2, cpt=0, gm=0))
-    torch.testing.assert_close(coop_tpt.fit(context, start).for_classes(NAMES)(image), wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(coop_tpt.fit(context, start).for_classes(NAMES)(image), expected, rtol=0, atol=1e-6)
     assert len(list((tmp_path / "learned").glob("*.safetensors"))) == 1
     assert coop.train_config(context, coop.config) == coop_tpt.train_config(context, coop_tpt.config)
 
 
-def test_methods_of_64_views_share_them() -> None:
+def test_methods_with_64_views_share_them() -> None:
     specs = {tuple(METHODS[name].views(METHODS[name].config)) for name in ("tpt", "coop+tpt", "c-tpt", "self-tpt-v")}
     assert specs == {tuple(image_and_crops(64))} == {(ViewSpec(), ViewSpec(63, 0))}
     assert TPT.views(TptConfig(views=1)) == [ViewSpec()]
@@ -208,11 +208,11 @@ def test_cost_follows_from_the_configuration(method: str, kind: type) -> None:
         {"dispersion": float("nan")},
     ],
 )
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"CTptConfig.{next(iter(wrong))} must be"):
         CTptConfig(**wrong)
 
 
 def test_prompt_without_words_is_refused() -> None:
-    with pytest.raises(SelfTPTError, match="words are what the prompt starts from"):
+    with pytest.raises(SelfTPTError, match="words is empty"):
         CTptConfig(words=" ")

@@ -1,4 +1,4 @@
-"""Images from anybody: what is refused, that it is refused before it is decoded, and how much memory that takes."""
+"""Untrusted images are refused before they are decoded and without large allocations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.image_files import WHITE, encoded, scene
 
 
 def refusal(source: Any, **options: Any) -> str:
-    """The one line with which an image is refused."""
+    """Return the one-line message with which an image is refused."""
     with pytest.raises(ImageError) as caught:
         open_image(source, **options)
     text = str(caught.value)
@@ -38,7 +38,7 @@ def written(path: Path, data: bytes) -> Path:
 
 
 def never(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> None:
-    """Make a call of these functions visible: neither an ImageError nor an Exception, which would be caught."""
+    """Fail if these functions are called, with an error that is not an `Exception` and so is not caught."""
 
     def called(*_: Any, **__: Any) -> None:
         raise BaseException("called")
@@ -65,19 +65,19 @@ def grey_tiff(width: int, height: int, compression: int, data: bytes, **tags: An
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_a_named_pipe_is_refused_at_once(tmp_path: Path) -> None:
+def test_named_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     path, found = tmp_path / "x.jpg", list[str]()
     os.mkfifo(path)
     thread = threading.Thread(target=lambda: found.append(refusal(path)), daemon=True)
     thread.start()
     thread.join(30)
-    if thread.is_alive():  # release it
+    if thread.is_alive():  # unblock the thread
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
     assert found == [f"{path}: not a regular file"]
 
 
 def test_folders_sockets_and_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the address of a socket must be short
+    monkeypatch.chdir(tmp_path)  # a socket address must be short
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket.jpg")
         assert refusal("socket.jpg") == "socket.jpg: not a regular file"
@@ -87,7 +87,7 @@ def test_folders_sockets_and_devices_are_refused(tmp_path: Path, monkeypatch: py
     assert refusal("folder.jpg") == "folder.jpg: a folder, not an image"
 
 
-def test_a_link_to_an_image_is_opened(tmp_path: Path) -> None:
+def test_link_to_an_image_is_opened(tmp_path: Path) -> None:
     scene().save(tmp_path / "a.png")
     (tmp_path / "b.jpg").symlink_to(tmp_path / "a.png")
     assert open_image(tmp_path / "b.jpg").size == (64, 32)
@@ -95,7 +95,7 @@ def test_a_link_to_an_image_is_opened(tmp_path: Path) -> None:
     assert refusal(tmp_path / "c.jpg").endswith("no such file")
 
 
-def test_a_name_with_line_breaks_is_shown_in_one_line(tmp_path: Path) -> None:
+def test_name_with_line_breaks_is_shown_in_one_line(tmp_path: Path) -> None:
     path = written(tmp_path / "a\nb.jpg", b"text")
     assert refusal(path) == f"{str(path)!r}: not an image of a known format"
 
@@ -123,17 +123,17 @@ def test_a_name_with_line_breaks_is_shown_in_one_line(tmp_path: Path) -> None:
         (b"Pf\n1 1\n1.0\n\0\0\0\0", "PFM"),
     ],
 )
-def test_other_formats_are_named_and_not_opened(
+def test_unsupported_formats_are_named_and_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, format: str
 ) -> None:
-    """Whatever the file is called: no plugin sees it, so that no interpreter does."""
+    """The file name does not matter. No plugin is called, so no external interpreter is started."""
     never(monkeypatch, (ImageFile.ImageFile, "__init__"), (EpsImagePlugin, "Ghostscript"))
     path = written(tmp_path / "a.jpg", start)
     assert refusal(path) == f"{path}: {format} is not supported: convert it to PNG"
 
 
-def test_an_icon_around_a_large_image_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its directory says 16 x 16, the PNG file in it 20,000 x 20,000."""
+def test_icon_that_contains_a_large_image_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory declares 16 x 16 pixels, the PNG file in it 20,000 x 20,000."""
     large = image_files.png(20_000, 20_000, 1, 0, [])
     entry = struct.pack("<4B2H2I", 16, 16, 0, 0, 1, 32, len(large), 22)
     never(monkeypatch, (IcoImagePlugin.IcoImageFile, "__init__"))
@@ -142,13 +142,13 @@ def test_an_icon_around_a_large_image_is_not_opened(tmp_path: Path, monkeypatch:
 
 
 def test_only_the_decoder_of_the_content_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged header is not offered to other decoders."""
+    """Other decoders do not try a file with a damaged header."""
     never(monkeypatch, *((DECODERS[format], "__init__") for format in DECODERS.keys() - {"PNG", "JPEG"}))
     path = written(tmp_path / "a.bmp", encoded(scene(), "PNG")[:20] + b"%!PS")
     assert "cannot be read" in refusal(path)
 
 
-def test_formats_registered_by_others_are_not_called(tmp_path: Path) -> None:
+def test_formats_registered_by_other_programs_are_not_used(tmp_path: Path) -> None:
     def factory(*_: Any) -> Image.Image:
         raise BaseException("called")
 
@@ -171,7 +171,7 @@ def test_formats_registered_by_others_are_not_called(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_unloaded_pil_image_of_another_format_is_not_loaded(
+def test_unloaded_pil_image_of_another_format_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch, plugin: Any, data: bytes, format: str
 ) -> None:
     image = Image.open(io.BytesIO(data))
@@ -180,14 +180,14 @@ def test_an_unloaded_pil_image_of_another_format_is_not_loaded(
     assert refusal(image) == f"the image: {format} is not supported: convert it to PNG"
 
 
-def test_a_loaded_pil_image_of_another_format_is_used() -> None:
+def test_loaded_pil_image_of_another_format_is_used() -> None:
     image = Image.open(io.BytesIO(encoded(scene(), "PCX")))
     assert refusal(image) == "the image: PCX is not supported: convert it to PNG"
     image.load()
     assert open_image(image).size == image.size
 
 
-def test_stereo_images_give_the_first(tmp_path: Path) -> None:
+def test_stereo_file_gives_its_first_image(tmp_path: Path) -> None:
     data = encoded(scene(), "MPO", save_all=True, append_images=[Image.new("RGB", (64, 32))], quality=95)
     assert Image.open(io.BytesIO(data)).format == "MPO"
     found = open_image(written(tmp_path / "a.jpg", data))
@@ -195,13 +195,13 @@ def test_stereo_images_give_the_first(tmp_path: Path) -> None:
     assert open_image(Image.open(io.BytesIO(data))).tobytes() == found.tobytes()
 
 
-# Sizes that are not those of the image
+# Files that declare wrong sizes
 
 
 def test_tiles_larger_than_the_image_are_refused_before_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tile is decoded as a whole: this one would take 0.6 GB for 16 x 16 pixels, with RGBA 2.4 GB."""
+    """A tile is decoded completely: this one would take 0.6 GB (RGBA: 2.4 GB) for 16 x 16 pixels."""
     data = grey_tiff(16, 16, 8, zlib.compress(bytes(9)), tile_width=30_000, tile_height=20_000, tiles=8, sizes=17)
     path = written(tmp_path / "a.tif", data)
     never(monkeypatch, (Image, "_getdecoder"))
@@ -221,7 +221,7 @@ def test_tiles_of_usual_sizes_are_decoded(tmp_path: Path, side: int) -> None:
 
 
 def test_strips_that_repeat_the_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand of them name the same data, and would be decoded one after the other."""
+    """A thousand strips refer to the same data and would be decoded one after the other."""
     rows = {"rows": 15, "strips": (8,) * 1000, "counts": (240,) * 1000}
     path = written(tmp_path / "a.tif", grey_tiff(16, 16, 1, bytes(256), **rows))
     never(monkeypatch, (Image, "_getdecoder"))
@@ -251,28 +251,28 @@ def test_large_webp_is_refused_before_its_decoder_allocates(
     assert "megapixels, over the limit of 80" in refusal(path)
 
 
-def test_a_gif_frame_larger_than_its_canvas_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a comment before it and a frame that is to be disposed of, for which Pillow allocates on opening."""
+def test_gif_frame_larger_than_its_canvas_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has a comment before the frame, and a disposal method for which Pillow allocates on opening."""
     frame = b"," + struct.pack("<4HB", 0, 0, 9_999, 9_999, 0) + b"\x08\x01\0\0;"
     data = b"GIF89a" + struct.pack("<HHBBB", 16, 16, 0x80, 0, 0) + bytes(6) + b"!\xfe\x03abc\0!\xf9\x04\x08\0\0\0\0"
     never(monkeypatch, (DECODERS["GIF"], "__init__"))
     assert "99.98 megapixels" in refusal(written(tmp_path / "a.gif", data + frame))
 
 
-def test_a_gif_frame_that_extends_the_canvas(tmp_path: Path) -> None:
+def test_gif_canvas_is_extended_to_its_first_frame(tmp_path: Path) -> None:
     data = bytearray(encoded(scene().convert("P"), "GIF"))
     data[6:10] = struct.pack("<HH", 8, 8)
     assert open_image(written(tmp_path / "a.gif", bytes(data))).size == (64, 32)
 
 
-def test_a_file_too_large_for_any_image_is_not_read(tmp_path: Path) -> None:
-    """WebP and AVIF files are read as a whole; this one has a hole of 2 GB."""
+def test_file_too_large_for_any_image_is_not_read(tmp_path: Path) -> None:
+    """WebP and AVIF files are read completely; this sparse file has 2 GB."""
     path = written(tmp_path / "a.webp", encoded(scene(), "WEBP"))
     os.truncate(path, 2_000_000_000)
     assert "a file of 2000 MB, too large for an image of 80 megapixels" in refusal(path)
 
 
-def test_a_progressive_jpeg_of_countless_scans_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progressive_jpeg_with_very_many_scans_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(image_files.noise(0), "JPEG", progressive=True)
     start = data.index(b"\xff\xda")
     scan = data[start : data.index(b"\xff", start + 2)]
@@ -283,8 +283,8 @@ def test_a_progressive_jpeg_of_countless_scans_is_refused(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
-def test_compressed_texts_and_profiles_stay_small(tmp_path: Path, kind: bytes) -> None:
-    """100 MB in a file of 0.1 MB."""
+def test_compressed_texts_and_profiles_take_little_memory(tmp_path: Path, kind: bytes) -> None:
+    """They expand from 0.1 MB to 100 MB."""
     bomb = zlib.compressobj(9)
     packed = b"".join(bomb.compress(bytes(1_000_000)) for _ in range(100)) + bomb.flush()
     path = written(tmp_path / "a.png", image_files.png(1, 1, 8, 0, [b"\0"], [(kind, b"name\0\0" + packed)]))
@@ -298,7 +298,7 @@ def test_compressed_texts_and_profiles_stay_small(tmp_path: Path, kind: bytes) -
 
 @pytest.mark.parametrize("format", ["TIFF", "PNG", "GIF", "JPEG", "WEBP"])
 def test_pillows_global_limit_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1100)  # 2200 is twice that, above which Pillow refuses
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1100)  # Pillow refuses more than twice as many
     path = written(tmp_path / "a", encoded(scene(64, 32), format))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -315,17 +315,17 @@ def test_every_16_bit_value_is_rounded_to_the_nearest(mode: str) -> None:
     values = np.arange(65536).reshape(256, 256)
     kind = {"I;16": "<u2", "I;16L": "<u2", "I;16B": ">u2", "I": "<i4"}[mode]
     image = Image.frombytes(mode, (256, 256), values.astype(kind).tobytes())
-    wanted = (values / 257).round().astype(np.uint8)
-    assert np.array_equal(np.asarray(open_image(image)), wanted[..., None].repeat(3, 2))
+    expected = (values / 257).round().astype(np.uint8)
+    assert np.array_equal(np.asarray(open_image(image)), expected[..., None].repeat(3, 2))
 
 
-def test_values_of_more_than_16_bits_are_clipped() -> None:
+def test_values_above_16_bits_are_clipped() -> None:
     image = Image.fromarray(np.array([[-5, 70_000, 2**31 - 1, -(2**31)]], np.int32))
     assert np.asarray(open_image(image))[0, :, 0].tolist() == [0, 255, 255, 0]
 
 
 def test_16_bit_images_take_no_large_arrays() -> None:
-    """Beside Pillow's images of 2, 4, 1 and 4 bytes per pixel."""
+    """Only Pillow's images of 2, 4, 1 and 4 bytes per pixel are allocated."""
     image = Image.new("I;16", (2000, 2000))
     tracemalloc.start()
     try:
@@ -338,7 +338,7 @@ def test_16_bit_images_take_no_large_arrays() -> None:
 # Arrays and tensors
 
 
-def test_arrays_and_tensors() -> None:
+def test_arrays_and_tensors_are_opened() -> None:
     pixels = np.asarray(image_files.noise(0, 30, 20)).copy()
     for source in (pixels, torch.from_numpy(pixels).permute(2, 0, 1), pixels[::1, ::1][:, :, :]):
         found = open_image(source)
@@ -351,7 +351,7 @@ def test_arrays_and_tensors() -> None:
     assert {tuple(pixel) for row in np.asarray(open_image(clear)).tolist() for pixel in row} == {WHITE}
 
 
-def test_an_opened_array_is_a_copy() -> None:
+def test_opened_array_is_a_copy() -> None:
     pixels = np.zeros((4, 4, 3), np.uint8)
     found = open_image(pixels)
     pixels[:] = 255
@@ -375,21 +375,21 @@ def test_an_opened_array_is_a_copy() -> None:
         (7, "not int"),
     ],
 )
-def test_what_is_no_image_is_named(source: Any, text: str) -> None:
+def test_input_that_is_not_an_image_is_named(source: Any, text: str) -> None:
     assert text in refusal(source, max_megapixels=0.001 if getattr(source, "shape", None) == (100, 100) else 80)
 
 
 # Orientation
 
 
-def test_orientation_in_xmp_without_exif(tmp_path: Path) -> None:
+def test_orientation_in_xmp_is_applied(tmp_path: Path) -> None:
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     assert open_image(written(tmp_path / "a.jpg", encoded(scene(), "JPEG", xmp=xmp))).size == (32, 64)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("endian", ["<", ">"])
-def test_orientation_of_both_byte_orders(tmp_path: Path, format: str, endian: str) -> None:
+def test_orientation_is_applied_in_both_byte_orders(tmp_path: Path, format: str, endian: str) -> None:
     exif = Image.Exif()
     exif.endian = endian
     exif[0x010F], exif[0x0112] = "Camera of some maker", 6

@@ -1,4 +1,4 @@
-"""visdesc: which descriptors, which sentences, and the mean of cosines."""
+"""visdesc: descriptors, sentences, and the mean of cosines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def classifier(descriptors: Path, names: list[str] = NAMES, tiny: Small | None =
 
 
 def images(small: Small, count: int = 3) -> Tensor:
-    """L2-normalised features [N, D]."""
+    """Return L2-normalised features [N, D]."""
     drawn = torch.randn(count, small.spec.dimension, generator=torch.Generator().manual_seed(0))
     return F.normalize(drawn.to(small.embedding.dtype), dim=-1)
 
@@ -57,8 +57,8 @@ def test_logits_are_mean_cosines_of_the_sentences(kind: str, file: Path) -> None
     tiny = small(kind, torch.float64)
     found = classifier(file, tiny=tiny)(images(tiny)[:, None])
     sentences = [[f"{{}}, {described.clause(one)}" for one in some] for some in DESCRIBED.values()]
-    wanted = described.probabilities(tiny, images(tiny), CLEAN, sentences, tiny.model.scale)
-    assert relative(found, wanted) < 1e-9
+    expected = described.probabilities(tiny, images(tiny), CLEAN, sentences, tiny.model.scale)
+    assert relative(found, expected) < 1e-9
 
 
 @settings(max_examples=50, deadline=None)
@@ -68,26 +68,26 @@ def test_descriptors_are_joined_as_in_the_authors_code(descriptor: str) -> None:
 
 
 def test_name_and_descriptor_are_tokenised_together(tmp_path: Path) -> None:
-    """As CLIP does, which has one token for a full stop and the comma after it."""
+    """CLIP has one token for a full stop and a following comma."""
     tiny = small("vit", torch.float64)
     assert len(tiny.encode("cat etc.,")) < len(tiny.encode("cat etc.")) + len(tiny.encode(","))
     path = tmp_path / "stops.json"
     path.write_text(json.dumps({"cat etc.": ["red rain"], "dog": ["snow"]}))
     found = classifier(path, ["cat etc.", "dog"], tiny)(images(tiny)[:, None])
     sentences = [["{}, which has red rain"], ["{}, which has snow"]]
-    wanted = described.probabilities(tiny, images(tiny), ["cat etc.", "dog"], sentences, tiny.model.scale)
-    assert relative(found, wanted) < 1e-9
+    expected = described.probabilities(tiny, images(tiny), ["cat etc.", "dog"], sentences, tiny.model.scale)
+    assert relative(found, expected) < 1e-9
 
 
-def test_class_without_descriptors_has_one_sentence(file: Path) -> None:
+def test_class_without_descriptors_gets_one_sentence(file: Path) -> None:
     tiny = small("vit", torch.float64)
     found = classifier(file, ["dog", "cat"], tiny)(images(tiny)[:, None])
     sentences = [["{}, which has"], [f"{{}}, {described.clause(one)}" for one in DESCRIBED["Cat"]]]
-    wanted = described.probabilities(tiny, images(tiny), ["dog", "cat"], sentences, tiny.model.scale)
-    assert relative(found, wanted) < 1e-9
+    expected = described.probabilities(tiny, images(tiny), ["dog", "cat"], sentences, tiny.model.scale)
+    assert relative(found, expected) < 1e-9
 
 
-def test_sentences_in_chunks_equal_the_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_sentences_equal_unchunked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = small("vit", torch.float64)
     whole = classifier(file, tiny=tiny)
     monkeypatch.setattr(AdaptConfig, "chunk", 2)
@@ -96,41 +96,41 @@ def test_sentences_in_chunks_equal_the_whole(file: Path, monkeypatch: pytest.Mon
     assert relative(chunked.weights, whole.weights) < 1e-9
 
 
-def test_sentence_that_is_too_long_loses_its_end(tmp_path: Path) -> None:
-    """A model of 32 positions reads 30 tokens between start and end."""
+def test_sentence_that_is_too_long_is_truncated(tmp_path: Path) -> None:
+    """A context length of 32 has 30 tokens between the start and end tokens."""
     tiny = small("layerscale", torch.float64)
     path = tmp_path / "long.json"
     path.write_text(json.dumps({"cat": [" ".join(["red"] * 40), "sun"], "dog": ["snow"]}))
-    with pytest.warns(SelfTPTWarning, match="1 of 3 sentences lose their end: this model reads 32 tokens"):
+    with pytest.warns(SelfTPTWarning, match="1 of 3 sentences are truncated: this model reads 32 tokens"):
         found = classifier(path, ["cat", "dog"], tiny)
-    cut = "{}, which has " + " ".join(["red"] * 26)  # with `cat` 30 tokens
+    cut = "{}, which has " + " ".join(["red"] * 26)  # 30 tokens with `cat`
     sentences = [[cut, "{}, which has sun"], ["{}, which has snow"]]
-    wanted = described.probabilities(tiny, images(tiny), ["cat", "dog"], sentences, tiny.model.scale)
-    assert relative(found(images(tiny)[:, None]), wanted) < 1e-9
+    expected = described.probabilities(tiny, images(tiny), ["cat", "dog"], sentences, tiny.model.scale)
+    assert relative(found(images(tiny)[:, None]), expected) < 1e-9
 
 
 def test_file_with_all_names_is_chosen_from_a_folder(tmp_path: Path, file: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     for name, content in {
-        "a": {**DESCRIBED, "cat": ["sun"], "dog": ["moon"]},  # has them all too, and more
+        "a": {**DESCRIBED, "cat": ["sun"], "dog": ["moon"]},  # has all names too, and more
         "b": DESCRIBED,
         "c": {"cat": ["rain"], "red kite": ["snow"]},
     }.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     (folder / "README.md").write_text("no descriptors")
-    found, wanted = classifier(folder), classifier(file)
-    assert torch.equal(found.weights, wanted.weights)
+    found, expected = classifier(folder), classifier(file)
+    assert torch.equal(found.weights, expected.weights)
     (folder / "b.json").unlink()
     (folder / "a.json").unlink()
-    with pytest.raises(SelfTPTError, match=r"c\.json comes nearest and lacks 'bird on  the lake', 'lion'$"):
+    with pytest.raises(SelfTPTError, match=r"c\.json, lacks: 'bird on  the lake', 'lion'$"):
         classifier(folder, [*NAMES, "lion"])
-    with pytest.raises(SelfTPTError, match=r"lacks 'bird on  the lake', '1', '2', '3', '4', \.\.\.$"):
+    with pytest.raises(SelfTPTError, match=r"lacks: 'bird on  the lake', '1', '2', '3', '4', \.\.\.$"):
         classifier(folder, [*NAMES, *"1234567"])
 
 
 @pytest.mark.parametrize("wrong", ["", "{", "[]", '{"cat": "red"}', '{"cat": [1]}'])
-def test_other_files_are_refused(wrong: str, tmp_path: Path) -> None:
+def test_invalid_descriptor_files_are_refused(wrong: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.json"
     path.write_text(wrong)
     with pytest.raises(SelfTPTError, match=r"wrong\.json"):
@@ -151,10 +151,10 @@ def test_missing_descriptors_are_refused(tmp_path: Path, file: Path) -> None:
         classifier(file, ["cat", "_"])
 
 
-def test_descriptor_with_a_mark_of_the_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_descriptor_with_a_special_token_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "marks.json"
     path.write_text(json.dumps({"cat": ["<end_of_text>"], "dog": []}))
-    with pytest.raises(SelfTPTError, match="a mark that the tokenizer keeps"):
+    with pytest.raises(SelfTPTError, match="a special token of the tokenizer"):
         classifier(path, ["cat", "dog"])
 
 
@@ -170,28 +170,28 @@ def test_classifier_is_saved_and_loaded(file: Path, tmp_path: Path) -> None:
 
 def test_fitted_method_does_not_read_the_files_again(file: Path, tmp_path: Path) -> None:
     fitted = VISDESC.fit(FitContext(model()), VisDescConfig(str(file)))
-    wanted = classifier(file).weights
+    expected = classifier(file).weights
     fitted.save(tmp_path / "fitted.safetensors")
     file.unlink()
     again = FittedMethod.load(tmp_path / "fitted.safetensors", model())
     for one in (fitted, again):
         found = one.for_classes(NAMES).classifier
         assert found is not None
-        assert torch.equal(found.weights, wanted)
+        assert torch.equal(found.weights, expected)
 
 
 @pytest.mark.parametrize("wrong", [1, None, Path("descriptors.json")])
-def test_wrong_configuration_is_refused(wrong: Any) -> None:
+def test_invalid_configuration_is_refused(wrong: Any) -> None:
     with pytest.raises(SelfTPTError, match=r"VisDescConfig\.descriptors must be"):
         VisDescConfig(wrong)
 
 
-def test_table_has_the_method() -> None:
+def test_method_is_registered() -> None:
     assert METHODS["visdesc"] is VISDESC
     assert VISDESC.cost(VISDESC.config) == "1 view"
 
 
-def test_on_the_command_line(run: Run, file: Path, tmp_path: Path) -> None:
+def test_predict_command_runs_visdesc(run: Run, file: Path, tmp_path: Path) -> None:
     photos, weights = make_photos(tmp_path / "photos"), make_model(tmp_path / "model")
     command = ["predict", photos, "--method", "visdesc", "--names", "cat,red kite", "--model", weights]
     refused(run(*command), "visdesc needs descriptors: --set descriptors=FILE_OR_FOLDER")

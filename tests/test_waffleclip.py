@@ -1,4 +1,4 @@
-"""WaffleCLIP: what is drawn, and the mean of cosines."""
+"""WaffleCLIP: random words and characters, and the mean of cosines."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def classifier(small: Small, names: list[str] = NAMES, **config: int) -> Classif
 @pytest.mark.parametrize("kind", ["vit", "worldwide", "siglip"])
 @pytest.mark.parametrize("names", [NAMES, ["cat", "red_kite", "bird_on_the lake etc."]], ids=["plain", "raw"])
 def test_logits_are_mean_cosines_of_the_sentences(kind: str, names: list[str]) -> None:
-    """The sentences have clean names; name and descriptor are tokenised together, as CLIP does."""
+    """The sentences have cleaned names; name and descriptor are tokenised together, as in CLIP."""
     tiny = small(kind, torch.float64)
     drawn = torch.randn(2, tiny.spec.dimension, generator=torch.Generator().manual_seed(0))
     images = F.normalize(drawn.double(), dim=-1)
     found = classifier(tiny, names, pairs=3)(images[:, None])
     sentences = [f"A photo of a {{}}, {described.clause(one)}." for one in draw(names, 3, 1)]
     clean = [name.replace("_", " ") for name in names]
-    wanted = described.probabilities(tiny, images, clean, [sentences] * 3, tiny.model.scale)
-    assert relative(found, wanted) < 1e-9
+    expected = described.probabilities(tiny, images, clean, [sentences] * 3, tiny.model.scale)
+    assert relative(found, expected) < 1e-9
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,7 +47,7 @@ def test_logits_are_mean_cosines_of_the_sentences(kind: str, names: list[str]) -
     st.integers(1, 4),
     st.integers(0, 9),
 )
-def test_drawn_words_are_as_many_and_as_long_as_the_names(names: list[str], pairs: int, seed: int) -> None:
+def test_random_words_have_the_number_and_length_of_those_in_the_names(names: list[str], pairs: int, seed: int) -> None:
     words, letters, groups, characters = described.sizes(names)
     drawn = draw(names, pairs, seed)
     assert len(drawn) == 2 * pairs
@@ -61,7 +61,7 @@ def test_drawn_words_are_as_many_and_as_long_as_the_names(names: list[str], pair
 
 
 def test_name_with_underscores_counts_as_one_word() -> None:
-    """The names are counted as they were given, as in the authors' code, not after `_` became a space."""
+    """As in the authors' code, words are counted before `_` is replaced by a space."""
     raw, clean = ["river_boat", "red_kite_bird"], ["river boat", "red kite bird"]
     assert described.sizes(raw) != described.sizes(clean)
     for drawn, words, groups in ((draw(raw, 5, 1), 1, 1), (draw(clean, 5, 1), 2, 3)):
@@ -72,14 +72,14 @@ def test_name_with_underscores_counts_as_one_word() -> None:
     assert not torch.allclose(found.weights, cleaned.weights, atol=1e-3)
 
 
-def test_vocabulary_has_many_whole_words() -> None:
+def test_vocabulary_has_many_complete_words() -> None:
     words = vocabulary()
     assert {"photo", "striped", "wooden"} <= set(words)
     assert len(words) == len(set(words)) > 10_000
     assert all(word.isalpha() and len(word) >= 4 for word in words)
 
 
-def test_seed_determines_what_is_drawn() -> None:
+def test_seed_determines_the_random_words() -> None:
     tiny = small("vit")
     first = classifier(tiny)
     assert torch.equal(first.weights, classifier(tiny).weights)
@@ -96,17 +96,17 @@ def test_names_with_the_same_words_have_the_same_sentences() -> None:
     assert torch.equal(a, b)
 
 
-def test_sentences_of_long_names_lose_their_end() -> None:
-    """In 32 positions; names that do not fit at all are refused."""
+def test_sentences_of_long_names_are_truncated() -> None:
+    """The context length is 32; names that do not fit are refused."""
     tiny = small("layerscale")
-    with pytest.warns(SelfTPTWarning, match="sentences lose their end"):
+    with pytest.warns(SelfTPTWarning, match="sentences are truncated"):
         classifier(tiny, [name_of(20), "cat"])
     with pytest.raises(SelfTPTError, match="too long"):
         classifier(tiny, [name_of(40), "cat"])
 
 
 @pytest.mark.parametrize("wrong", [{"pairs": 0}, {"pairs": 1.5}, {"seed": -1}, {"seed": None}])
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"WaffleClipConfig.{next(iter(wrong))} must be"):
         WaffleClipConfig(**wrong)
 
@@ -120,6 +120,6 @@ def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
         ([], "no class names"),
     ],
 )
-def test_wrong_names_are_refused(names: list[str], message: str) -> None:
+def test_invalid_names_are_refused(names: list[str], message: str) -> None:
     with pytest.raises(SelfTPTError, match=message):
         classifier(small("vit"), names)

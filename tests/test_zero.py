@@ -1,4 +1,4 @@
-"""ZERO: the vote of many images at once against slow code for each, and how ties are broken."""
+"""ZERO: votes of many images at once equal a slow reference for each image, and ties are broken by rule."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ def test_vote_equals_the_reference(seed: int, views: int, classes: int, confiden
         torch.testing.assert_close(row, torch.tensor(votes) / sum(votes))
 
 
-def sure(label: int, certainty: float) -> list[float]:
-    """Probabilities of three classes, one of them likely."""
+def confident_in(label: int, certainty: float) -> list[float]:
+    """Return probabilities of three classes, of which one is likely."""
     return [certainty if c == label else (1 - certainty) / 2 for c in range(3)]
 
 
 @pytest.mark.parametrize(
     ("rest", "winner"),
     [
-        ([sure(1, 0.5), sure(0, 0.6)], 0),  # the more confident one decides, though it comes later
-        ([sure(1, 0.6), sure(0, 0.5)], 1),
-        ([sure(2, 0.6), sure(1, 0.5)], 1),  # the first whose class is tied
-        ([sure(1, 0.5), sure(2, 0.6)], 1),
-        ([[0.2, 0.3, 0.5], [0.3, 0.1, 0.6]], 0),  # no class is tied: the probabilities of the most confident one
+        ([confident_in(1, 0.5), confident_in(0, 0.6)], 0),  # the more confident view decides, although it comes later
+        ([confident_in(1, 0.6), confident_in(0, 0.5)], 1),
+        ([confident_in(2, 0.6), confident_in(1, 0.5)], 1),  # the first view whose class is tied decides
+        ([confident_in(1, 0.5), confident_in(2, 0.6)], 1),
+        # No view is of a tied class: the probabilities of the most confident view decide.
+        ([[0.2, 0.3, 0.5], [0.3, 0.1, 0.6]], 0),
         ([[0.3, 0.1, 0.6], [0.2, 0.3, 0.5]], 0),
     ],
 )
@@ -67,13 +68,15 @@ def sure(label: int, certainty: float) -> list[float]:
 def test_ties_are_broken_by_the_other_views_in_order_of_entropy(
     rest: list[list[float]], winner: int, voters_first: bool
 ) -> None:
-    """Not in the order of the input, where those after the first K may even be voters."""
-    voters = [sure(0, 0.9), sure(1, 0.9)]
+    """Not in input order, in which views after the first K may be voters."""
+    voters = [confident_in(0, 0.9), confident_in(1, 0.9)]
     probabilities = torch.tensor([[*voters, *rest] if voters_first else [*rest, *voters]])
     assert torch.allclose(vote(probabilities, 0.5), torch.eye(3)[:2].sum(0) / 3 + torch.eye(3)[winner] / 3)
 
 
-@pytest.mark.parametrize("views", [[sure(0, 0.9), sure(1, 0.8)], [sure(1, 0.8), sure(0, 0.9)]])
+@pytest.mark.parametrize(
+    "views", [[confident_in(0, 0.9), confident_in(1, 0.8)], [confident_in(1, 0.8), confident_in(0, 0.9)]]
+)
 def test_ties_are_broken_by_the_last_voter_if_all_views_vote(views: list[list[float]]) -> None:
     assert torch.allclose(vote(torch.tensor([views]), 1.0), torch.tensor([1 / 3, 2 / 3, 0]))
 
@@ -105,7 +108,7 @@ def test_views_and_cost_follow_from_the_configuration() -> None:
     assert ZERO.cost(ZeroConfig(views=8)) == "8 views"
 
 
-def test_image_and_crops() -> None:
+def test_views_are_the_image_and_its_crops() -> None:
     assert image_and_crops(10) == [ViewSpec(), ViewSpec(9, 0)]
     assert [spec.views for spec in image_and_crops(10)] == [1, 9]
     assert [spec.augmix for spec in image_and_crops(10, augmix=True)] == [False, True]
@@ -113,6 +116,6 @@ def test_image_and_crops() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"views": 0}, {"views": 6.4}, {"confidence_ratio": 0}, {"confidence_ratio": 1.5}])
-def test_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_configuration_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(SelfTPTError, match=f"ZeroConfig.{next(iter(wrong))} must be"):
         ZeroConfig(**wrong)

@@ -1,1 +1,1 @@
-"""What several tests share: small models, images, folders, datasets, commands, a pretend GPU."""
+"""Helpers shared by several test files: small models, images, folders, datasets, commands, a simulated GPU."""

@@ -1,4 +1,4 @@
-"""What the tests of commands share: an answer, and how a refusal looks."""
+"""Helpers for tests of the command line: the result of a command, and a check for error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[..., Answer]
 
 
 def refused(answer: Answer, *words: str) -> None:
-    """One line that says it, exit code 2, nothing on standard output."""
+    """Check that a command failed with exit code 2, one line with the given words on stderr, and an empty stdout."""
     assert answer.code == 2, answer
     lines = [line for line in answer.err.splitlines() if not line.startswith("note: ")]
     assert len(lines) == 1, answer.err

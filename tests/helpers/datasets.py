@@ -1,4 +1,4 @@
-"""Tiny trees of the layout that the paper's 15 datasets have: few classes, small images of noise."""
+"""Tiny copies of the paper's 15 datasets: the original folder layout, few classes and small noise images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from PIL import Image
 
 from selftpt.data.datasets import DATASETS
 
-# The image of a number, below the dataset's folder of images, and the name of its class in the published split.
+# For each class: the path pattern of its images below the image folder, and its name in the published split.
 LISTED = {
     "caltech101": [
         ("Faces/image_{:04}.jpg", "face"),
@@ -50,7 +50,7 @@ LISTED = {
         ("Hammer_Throw/v_HammerThrow_g{:02}_c01.jpg", "Hammer_Throw"),
     ],
 }
-PARTS = {"train": range(1, 6), "val": range(6, 8), "test": range(8, 11)}  # the numbers of each class's images
+PARTS = {"train": range(1, 6), "val": range(6, 8), "test": range(8, 11)}  # image numbers of each class
 WNIDS = {
     "n01440764": "tench",
     "n01443537": "goldfish",
@@ -68,12 +68,12 @@ WNIDS = {
 
 
 def make_tree(data: Path, name: str) -> Path:
-    """A dataset below the folder `data`, as it is after a download by the book; its own folder."""
+    """Create a dataset in the folder `data` with the layout that its download instructions give; return its folder."""
     spec = DATASETS[name]
     root = data / spec.folder
     images = root / spec.image_folder
     if spec.wnids:
-        _write(root / "classnames.txt", (f"{wnid} {called}" for wnid, called in WNIDS.items()))
+        _write(root / "classnames.txt", (f"{wnid} {class_name}" for wnid, class_name in WNIDS.items()))
         for path in _imagenet(name):
             _image(images / path)
         return root
@@ -87,11 +87,11 @@ def make_tree(data: Path, name: str) -> Path:
 
 
 def rows_of(name: str) -> dict[str, list[tuple[str, int, str]]]:
-    """What the published split file would say."""
+    """Return the content of the published split file."""
     return {
         part: [
-            (pattern.format(number), label, called)
-            for label, (pattern, called) in enumerate(LISTED[name])
+            (pattern.format(number), label, class_name)
+            for label, (pattern, class_name) in enumerate(LISTED[name])
             for number in numbers
         ]
         for part, numbers in PARTS.items()
@@ -111,26 +111,29 @@ def _imagenet(name: str) -> list[str]:
 
 
 def _write_lists(root: Path, name: str) -> None:
-    """What lies beside the images: the dataset's own lists, and what is no class."""
+    """Write the dataset's own list files, and folders that are not classes."""
     rows = rows_of(name)
-    whole = {"train": rows["train"] + rows["val"], "test": rows["test"]}
+    trainval_test = {"train": rows["train"] + rows["val"], "test": rows["test"]}
     if name == "caltech101":
         for other in ("BACKGROUND_Google", "Faces_easy"):
             _image(root / "101_ObjectCategories" / other / "image_0001.jpg")
     elif name == "oxford_pets":
         for part, file in (("train", "trainval"), ("test", "test")):
-            _write(root / f"annotations/{file}.txt", (f"{Path(p).stem} {i + 1} 1 1" for p, i, _ in whole[part]))
+            _write(root / f"annotations/{file}.txt", (f"{Path(p).stem} {i + 1} 1 1" for p, i, _ in trainval_test[part]))
         _write(root / "annotations/list.txt", ["#Image CLASS-ID SPECIES BREED ID"])
     elif name == "food101":
-        for part, listed in whole.items():
+        for part, listed in trainval_test.items():
             _write(root / f"meta/{part}.txt", (path.removesuffix(".jpg") for path, _, _ in listed))
     elif name == "fgvc_aircraft":
         for part, listed in rows.items():
-            _write(root / f"images_variant_{part}.txt", (f"{Path(path).stem} {called}" for path, _, called in listed))
-        _write(root / "variants.txt", (called for _, called in LISTED[name]))
+            _write(
+                root / f"images_variant_{part}.txt",
+                (f"{Path(path).stem} {class_name}" for path, _, class_name in listed),
+            )
+        _write(root / "variants.txt", (class_name for _, class_name in LISTED[name]))
     elif name == "sun397":
         for part, file in (("train", "Training_01"), ("test", "Testing_01")):
-            _write(root / f"{file}.txt", (f"/{path}" for path, _, _ in whole[part]))
+            _write(root / f"{file}.txt", (f"/{path}" for path, _, _ in trainval_test[part]))
         _write(root / "ClassName.txt", (f"/{pattern.rpartition('/')[0]}" for pattern, _ in LISTED[name]))
     elif name == "dtd":
         for part, listed in rows.items():
@@ -140,7 +143,7 @@ def _write_lists(root: Path, name: str) -> None:
         _write(folder / "classInd.txt", (f"{i + 1} {c.replace('_', '')}" for i, (_, c) in enumerate(LISTED[name])))
         videos = {
             part: [(p.replace(c, c.replace("_", "")).replace(".jpg", ".avi"), i + 1) for p, i, c in listed]
-            for part, listed in whole.items()
+            for part, listed in trainval_test.items()
         }
         _write(folder / "trainlist01.txt", (f"{video} {label}" for video, label in videos["train"]))
         _write(folder / "testlist01.txt", (video for video, _ in videos["test"]))

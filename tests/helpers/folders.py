@@ -1,4 +1,4 @@
-"""Folders that tests need: labelled images, and a small model that can be named on the command line."""
+"""Folders for tests: labelled images, generated images, and a small model for the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = {
 
 
 def make_model(folder: Path, **changes: object) -> Path:
-    """A folder that open_clip takes for a model, with random weights in it."""
+    """Create a model folder that open_clip can load, with random weights."""
     folder.mkdir(parents=True)
     (folder / "open_clip_config.json").write_text(
         json.dumps({**CONFIG, "model_cfg": {**CONFIG["model_cfg"], **changes}})
@@ -35,7 +35,7 @@ def make_model(folder: Path, **changes: object) -> Path:
 
 
 def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale", "kite"), each: int = 3) -> Path:
-    """A folder with a folder a class, small noisy images in each."""
+    """Create a folder with one folder of small noise images per class."""
     rng = random.Random(0)
     for name in classes:
         for i in range(each):
@@ -46,10 +46,10 @@ def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale
 
 
 def make_generated(folder: Path, images: Sequence[Path], each: int) -> Path:
-    """A folder of what a diffusion model might have made of images, as DiffTPT looks for it; all are different."""
+    """Create a folder of generated images in the layout that DiffTPT reads; every image is different."""
     for i, path in enumerate(images):
-        place = folder / path.parent.name / path.name
-        place.mkdir(parents=True)
+        target = folder / path.parent.name / path.name
+        target.mkdir(parents=True)
         for k in range(each):
-            noise(i * each + k).save(place / f"{k:02d}.png")
+            noise(i * each + k).save(target / f"{k:02d}.png")
     return folder

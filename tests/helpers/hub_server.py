@@ -1,6 +1,7 @@
-"""A local stand-in for the HTTP interface of the Hugging Face hub, with what `huggingface_hub` asks of it.
+"""A local stub of the Hugging Face hub: the part of its HTTP API that `huggingface_hub` uses.
 
-It keeps model repositories in memory: create a repository or a branch, preupload, LFS upload, commit, download.
+It keeps model repositories in memory. It supports creating repositories and branches, preupload, LFS upload, commits
+and downloads.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ class Repository:
         return self.branches["main"]
 
     def commit(self, branch: str) -> str:
-        """The hash of the current content of a branch."""
+        """Return the hash of the current content of a branch."""
         return sha1(repr(sorted(self.branches[branch].items())).encode()).hexdigest()
 
 
 @dataclass
 class Hub:
-    """The state of the stand-in.
+    """The state of the stub.
 
     Attributes:
-        repositories: By name.
+        repositories: Repositories by name.
         uploads: Content of LFS uploads by SHA-256.
         lfs: Whether safetensors files are uploaded with LFS, as on the real hub.
         down: Whether every request is answered with status 503.
@@ -122,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(403 if self.token else 401, message="no write permission")
 
     def find(self, name: str) -> Repository:
-        """A repository that the token may read. As on the real hub, others look as if they did not exist."""
+        """Return a repository that the token may read. As on the real hub, a private one is reported as not found."""
         repository = self.hub.repositories.get(name)
         if repository is None or (repository.private and not self.token):
             raise RefusedError(404 if self.token else 401, "RepoNotFound", "Repository not found")
@@ -187,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(409 if existed else 200, content)
 
     def validate(self, content: str) -> None:
-        """As the real hub, refuse a license that it does not know."""
+        """Reject an unknown license, as the real hub does."""
         if 'license: "unknown-license"' in content:
             self.send(400, json.dumps({"errors": [{"message": '"license" must be one of [mit]'}]}).encode())
         else:
@@ -231,7 +232,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Run a stand-in on a free port of this machine."""
+    """Run a stub on a free local port."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"
@@ -247,7 +248,7 @@ def running_hub() -> Iterator[Hub]:
 
 @contextlib.contextmanager
 def use_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Run a stand-in that huggingface_hub uses in this process, with an empty cache and a token that may write."""
+    """Make `huggingface_hub` in this process use a stub, with an empty cache and a write token."""
     with running_hub() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(

@@ -20,7 +20,7 @@ RED, GREEN, BLUE, YELLOW, WHITE, BLACK = (
     (255, 255, 255),
     (0, 0, 0),
 )
-# The side of the displayed image that the first stored row and the first stored column belong to, by EXIF orientation.
+# By EXIF orientation: the sides of the displayed image at which the first stored row and the first stored column are.
 SIDES = {
     1: ("top", "left"),
     2: ("top", "right"),

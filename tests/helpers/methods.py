@@ -1,4 +1,4 @@
-"""What tests of methods that learn from images share: a context with small images, and checks for each method."""
+"""Helpers for tests of methods that learn from images: a context with small images, and checks for every method."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def raise_error(error: Exception) -> None:
 def make_context(
     folder: Path, kind: str = "vit", classes: tuple[str, ...] = ("red_fox", "blue whale", "kite")
 ) -> FitContext:
-    """Nine images of three classes, unless there are some already."""
+    """Return a context with the images in `folder`; create nine images of three classes if there are none."""
     photos = folder / "photos"
     source = Source.from_folder(photos if photos.exists() else make_photos(photos, classes))
     return FitContext(model(kind), source, folder / "out", Cache(), on_error=raise_error)
 
 
 def train_data(context: FitContext, config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """What there is to learn from: features of crops [N, crops, D] and labels [N]."""
+    """Return the training data: features of crops [N, crops, D] and labels [N]."""
     return context.features(config)
 
 
 def learned(method: Method, config: Any, context: FitContext) -> dict[str, Tensor]:
-    """What the method learns."""
+    """Fit the method and return its learned tensors."""
     return dict(method.fit(context, config).tensors)
 
 
 def words(small: Small, text: str) -> Tensor:
-    """The embeddings [M, d] of words."""
+    """Return the embeddings [M, d] of the tokens of a text."""
     return small.embedding[torch.tensor(small.encode(text))].clone()
 
 
@@ -61,7 +61,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def check_method(method: Method, config: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check determinism, resuming, reuse, chunking and single steps of a method that learns.
 
-    `config` has at least two epochs, and a prompt that is drawn in part.
+    `config` must have at least two epochs and a partly random initial prompt.
     """
     first = learned(method, config, make_context(folder / "a"))
     assert not same(first, learned(method, changed(config, seed=2), make_context(folder / "b")))
@@ -82,16 +82,16 @@ def check_method(method: Method, config: Any, folder: Path, monkeypatch: pytest.
             method.fit(context, config)
     assert same(learned(method, config, context), first)
 
-    drawn = torch.randn(5, 1, context.model.dimension, generator=torch.Generator().manual_seed(0))
-    features = torch.nn.functional.normalize(drawn, dim=-1)
-    wanted = method.fit(context, config).for_classes(OTHERS, PLAIN)(features)
+    random_features = torch.randn(5, 1, context.model.dimension, generator=torch.Generator().manual_seed(0))
+    features = torch.nn.functional.normalize(random_features, dim=-1)
+    expected = method.fit(context, config).for_classes(OTHERS, PLAIN)(features)
     with monkeypatch.context() as patch:
-        patch.setattr(FitContext, "features", None)  # it would be called to learn
+        patch.setattr(FitContext, "features", None)  # training would call it
         again = method.fit(context, config).for_classes(OTHERS, PLAIN)
-    assert torch.equal(again(features), wanted)
-    assert wanted.shape == (5, len(OTHERS))
-    assert torch.allclose(wanted.sum(-1), torch.ones(5))
-    assert torch.allclose(again(features[:1]), wanted[:1], atol=1e-6)  # no matter what other images there are
+    assert torch.equal(again(features), expected)
+    assert expected.shape == (5, len(OTHERS))
+    assert torch.allclose(expected.sum(-1), torch.ones(5))
+    assert torch.allclose(again(features[:1]), expected[:1], atol=1e-6)  # independent of the other images
 
     two = make_context(folder / "e", classes=("cat", "dog"))
     assert method.fit(two, config).for_classes(["kite", "bird"], PLAIN)(features).shape == (5, 2)
@@ -99,13 +99,13 @@ def check_method(method: Method, config: Any, folder: Path, monkeypatch: pytest.
 
 
 def check_single_steps(method: Method, config: Any, context: FitContext) -> None:
-    """Steps from outside, on features and initial values in memory and without files, are those of a whole run."""
+    """Check that calling `step` by hand, on features in memory and without files, equals a complete run."""
     learn = method.train_config(context, config)
     learn = learn if isinstance(learn, TrainConfig) else learn.learn
     features, labels = context.features(learn)
     source = Source.from_features(features, labels.tolist(), context.source.names)
     memory = FitContext(context.model, source, on_error=raise_error)
-    whole = dict(method.fit(memory, config).tensors)
+    complete = dict(method.fit(memory, config).tensors)
 
     training = method.training(memory, config)
     name, start = next((name, value.clone()) for name, value in training.parameters.items())
@@ -119,4 +119,4 @@ def check_single_steps(method: Method, config: Any, context: FitContext) -> None
     assert all(losses)
     assert not torch.equal(training.parameters[name], start)
     for key, value in training.parameters.items():
-        assert torch.equal(value.detach().cpu(), whole[key]), key
+        assert torch.equal(value.detach().cpu(), complete[key]), key

@@ -2,7 +2,7 @@
 
 `small(kind)` returns a model and the facts about it that the reference implementations need. These facts are written
 here and not computed by selftpt. The parameters are perturbed, because a new open_clip model has zero biases, unit
-LayerNorm weights and almost uniform attention, which would hide many mistakes.
+LayerNorm weights and almost uniform attention, which would hide all_ids mistakes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Pieces:
         pattern = "|".join([*map(re.escape, marks), r"[^\W_]+", r"[^\w\s]|_"])
         self._pattern = re.compile(pattern)
 
-    def bare(self, text: str) -> list[int]:
+    def ids_without_special_tokens(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in self._pattern.findall(text):
             word = piece.lower()
@@ -85,9 +85,9 @@ class Pieces:
         padding: str | bool = False,
         truncation: bool = False,
     ) -> Any:
-        many = []
+        all_ids = []
         for one in [text] if isinstance(text, str) else text:
-            ids = self.bare(one)
+            ids = self.ids_without_special_tokens(one)
             if add_special_tokens:
                 if truncation and max_length:
                     ids = ids[: max_length - len(self.frame.start) - 1]
@@ -95,10 +95,10 @@ class Pieces:
             if padding == "max_length":
                 fill = [self.frame.pad] * (max_length - len(ids))
                 ids = fill + ids if self.left else ids + fill
-            many.append(ids)
+            all_ids.append(ids)
         if return_tensors == "pt":
-            return SimpleNamespace(input_ids=torch.tensor(many))
-        found = many[0] if isinstance(text, str) else many
+            return SimpleNamespace(input_ids=torch.tensor(all_ids))
+        found = all_ids[0] if isinstance(text, str) else all_ids
         return _Encoding(input_ids=found)
 
 
@@ -289,8 +289,8 @@ class Small:
 
     @property
     def embedding(self) -> Tensor:
-        of_hf = isinstance(self.text, HFTextEncoder)
-        table = self.text.transformer.embeddings.word_embeddings if of_hf else self.text.token_embedding
+        is_hf = isinstance(self.text, HFTextEncoder)
+        table = self.text.transformer.embeddings.word_embeddings if is_hf else self.text.token_embedding
         return table.weight.detach()
 
     @property

@@ -1,8 +1,8 @@
-"""A pretend accelerator, so that the paths of a GPU are tested without one.
+"""A simulated GPU, which tests device handling on machines without one.
 
-Tensors are ordinary CPU tensors; beside them is kept on which device each storage is said to be. Inside
-`pretend_device()`, `.to("cuda")`, factories with `device=`, `.device` and generators go by what is said, and what a GPU
-refuses raises `DeviceError`: operands on two devices, `.numpy()` of a device tensor, a generator of another device.
+All tensors are ordinary CPU tensors. A table records the simulated device of each storage. Inside `pretend_device()`,
+`.to("cuda")`, factory functions with `device=`, `.device` and generators use the simulated device. Operations that a
+GPU rejects raise `DeviceError`: operands on two devices, `.numpy()` of a GPU tensor, a generator of another device.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Factory = torch.Generator
 
 
 class DeviceError(RuntimeError):
-    """What a GPU would refuse."""
+    """Raised for an operation that would fail on a GPU."""
 
 
 class PretendGenerator(Factory):
-    """A generator that is said to be on a device."""
+    """A CPU generator with a simulated device."""
 
-    said = CPU
+    simulated_device = CPU
 
     def __new__(cls, device: Any = "cpu") -> PretendGenerator:
-        made = super().__new__(cls)
-        made.said = _place(device)
-        return made
+        generator = super().__new__(cls)
+        generator.simulated_device = _place(device)
+        return generator
 
 
 def _place(device: Any) -> torch.device:
@@ -46,11 +46,14 @@ def _place(device: Any) -> torch.device:
 
 
 class _Labels:
-    """The device of each storage: a weak reference keeps its address from being used again."""
+    """The simulated device of each storage.
+
+    Weak references tell whether a storage is still alive, because addresses are reused.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[StorageWeakRef, torch.device]] = {}
-        self.made_on = CPU  # where what is made of no tensor is
+        self.made_on = CPU  # device of results that have no input tensors
 
     def of(self, tensor: Tensor) -> torch.device:
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap
@@ -69,7 +72,7 @@ class _Labels:
 
 
 class _Move(torch.autograd.Function):
-    """A copy on another device; gradients go the way back."""
+    """Copy a tensor to another device; the backward pass copies the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, labels: _Labels, device: torch.device) -> Tensor:
@@ -84,7 +87,7 @@ class _Move(torch.autograd.Function):
 
 
 class _Operations(TorchDispatchMode):
-    """Every operation, those of the backward pass too: operands on one device, the result on the same."""
+    """Check that the operands of every operation, forward and backward, share a device; put the result on it."""
 
     def __init__(self, labels: _Labels) -> None:
         super().__init__()
@@ -94,8 +97,8 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in given}
-        judged = given[:1] if func in INDEXED else [tensor for tensor in given if tensor.dim()]
-        places = {self.labels.of(tensor) for tensor in judged}
+        checked = given[:1] if func in INDEXED else [tensor for tensor in given if tensor.dim()]
+        places = {self.labels.of(tensor) for tensor in checked}
         if len(places) > 1 and func not in ACROSS:
             raise DeviceError(f"{func} of tensors on two devices")
         place = GPU if GPU in {self.labels.of(tensor) for tensor in given} else CPU
@@ -109,7 +112,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Every call from Python: device arguments, `.device`, what leaves the device, generators."""
+    """Handle every call from Python: device arguments, `.device`, transfers to the CPU, and generators."""
 
     def __init__(self, labels: _Labels) -> None:
         super().__init__()
@@ -128,13 +131,15 @@ class _Calls(TorchFunctionMode):
         if name in {"numpy", "__array__"} and self.labels.of(args[0]) == GPU:
             raise DeviceError(f"{name} of a tensor on {GPU}: it needs .cpu()")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        asked = self._asked(name, args, kwargs)
-        here = GPU if any(self.labels.of(tensor) == GPU for tensor in given) else CPU
+        requested = self._requested_device(name, args, kwargs)
+        current = GPU if any(self.labels.of(tensor) == GPU for tensor in given) else CPU
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Factory) and getattr(leaf, "said", CPU) != (asked or here):
-                raise DeviceError(f"{name} on {asked or here} with a generator on {getattr(leaf, 'said', CPU)}")
+            if isinstance(leaf, Factory) and getattr(leaf, "simulated_device", CPU) != (requested or current):
+                raise DeviceError(
+                    f"{name} on {requested or current} with a generator on {getattr(leaf, 'simulated_device', CPU)}"
+                )
         args, kwargs = tree_map(_on_cpu, args), {key: _on_cpu(value) for key, value in kwargs.items()}
-        before, self.labels.made_on = self.labels.made_on, asked or here
+        before, self.labels.made_on = self.labels.made_on, requested or current
         try:
             if name in {"cpu", "cuda"}:
                 result = args[0]
@@ -142,14 +147,14 @@ class _Calls(TorchFunctionMode):
                 result = func(*args, **kwargs)
         finally:
             self.labels.made_on = before
-        if asked is not None and isinstance(result, Tensor) and self.labels.of(result) != asked:
+        if requested is not None and isinstance(result, Tensor) and self.labels.of(result) != requested:
             if given:
-                return _Move.apply(result, self.labels, asked)
-            self.labels.put(result, asked)
+                return _Move.apply(result, self.labels, requested)
+            self.labels.put(result, requested)
         return result
 
-    def _asked(self, name: str, args: Any, kwargs: Any) -> torch.device | None:
-        """The device that a call asks for."""
+    def _requested_device(self, name: str, args: Any, kwargs: Any) -> torch.device | None:
+        """Return the device that a call requests, or None."""
         if name in {"cpu", "cuda"}:
             return CPU if name == "cpu" else GPU
         if kwargs.get("device") is not None:
@@ -170,7 +175,7 @@ def _on_cpu(value: Any) -> Any:
 
 @contextlib.contextmanager
 def pretend_device() -> Iterator[torch.device]:
-    """Within it there is a GPU, which is given."""
+    """Simulate a GPU inside the `with` block, and yield its device."""
     labels = _Labels()
     with mock.patch("torch.Generator", PretendGenerator), _Operations(labels), _Calls(labels):
         yield GPU

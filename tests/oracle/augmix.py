@@ -1,6 +1,6 @@
-"""AugMix pixel by pixel, from the description: loops over rows and columns, no Pillow, no numpy arithmetic of arrays.
+"""Reference implementation of AugMix from its description: loops over pixels, without Pillow and numpy.
 
-Nothing here is shared with selftpt. Every operation takes rows of pixels and the numbers it was drawn.
+Nothing here is shared with selftpt. Every operation takes rows of pixels and the random parameters drawn for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-Plane = list[list[int]]  # one colour: rows of values from 0 to 255
+Plane = list[list[int]]  # one channel: rows of values from 0 to 255
 Image = list[Plane]
 Operation = Callable[[Image, random.Random], Image]
 
@@ -19,17 +19,17 @@ def each_value(image: Image, change: Callable[[int], int]) -> Image:
 
 
 def posterize(image: Image, bits: int) -> Image:
-    """The highest bits stay."""
+    """Keep the highest bits."""
     return each_value(image, lambda value: value // 2 ** (8 - bits) * 2 ** (8 - bits))
 
 
 def solarize(image: Image, threshold: int) -> Image:
-    """What is as bright as the threshold is inverted."""
+    """Invert values at or above the threshold."""
     return each_value(image, lambda value: value if value < threshold else 255 - value)
 
 
 def autocontrast(image: Image) -> Image:
-    """Each colour is stretched to 0 to 255."""
+    """Stretch each channel to the range 0 to 255."""
     planes = []
     for plane in image:
         values = [value for row in plane for value in row]
@@ -41,7 +41,7 @@ def autocontrast(image: Image) -> Image:
 
 
 def equalize(image: Image) -> Image:
-    """Each colour's values are spread so that all are about as common."""
+    """Equalise the histogram of each channel."""
     planes = []
     for plane in image:
         counts = [0] * 256
@@ -62,10 +62,10 @@ def equalize(image: Image) -> Image:
 
 
 def affine(image: Image, a: float, b: float, c: float, d: float, e: float, f: float) -> Image:
-    """Each pixel's middle (x, y) is looked up at (ax + by + c, dx + ey + f), between four middles; else black."""
+    """Sample pixel centre (x, y) bilinearly at (ax + by + c, dx + ey + f); positions outside the image are black."""
     height, width = len(image[0]), len(image[0][0])
 
-    def look(plane: Plane, column: int, row: int) -> int:
+    def sample(plane: Plane, column: int, row: int) -> int:
         x, y = column + 0.5, row + 0.5
         u, v = a * x + b * y + c, d * x + e * y + f
         if not (0 <= u < width and 0 <= v < height):
@@ -77,11 +77,11 @@ def affine(image: Image, a: float, b: float, c: float, d: float, e: float, f: fl
         above, below = (plane[i][columns[0]] + (plane[i][columns[1]] - plane[i][columns[0]]) * (u - left) for i in rows)
         return int(above + (below - above) * (v - upper))
 
-    return [[[look(plane, column, row) for column in range(width)] for row in range(height)] for plane in image]
+    return [[[sample(plane, column, row) for column in range(width)] for row in range(height)] for plane in image]
 
 
 def rotate(image: Image, degrees: int) -> Image:
-    """Counter-clockwise about the middle."""
+    """Rotate counter-clockwise about the centre."""
     if degrees == 0:
         return image
     height, width = len(image[0]), len(image[0][0])
@@ -92,7 +92,7 @@ def rotate(image: Image, degrees: int) -> Image:
 
 
 def mix(image: Image, rng: random.Random, operations: Sequence[Operation]) -> list[list[list[float]]]:
-    """One view, before it is rounded, its numbers in the order they are drawn."""
+    """Return one view before rounding; random numbers are drawn in the same order as in selftpt."""
     height, width = len(image[0]), len(image[0][0])
     gammas = [rng.expovariate(1), rng.expovariate(1), rng.expovariate(1)]
     weights = [gamma / sum(gammas) for gamma in gammas]  # Dirichlet(1, 1, 1)
@@ -121,8 +121,8 @@ NAMES = "autocontrast equalize posterize rotate solarize shear_x shear_y transla
 def operate(x: Image, name: str, rng: random.Random) -> Image:
     height, width = len(x[0]), len(x[0][0])
 
-    def strength(most: float) -> float:
-        return rng.uniform(0.1, 1) * most / 10
+    def strength(maximum: float) -> float:
+        return rng.uniform(0.1, 1) * maximum / 10
 
     def sign(value: float) -> float:
         return -value if rng.random() > 0.5 else value
@@ -147,5 +147,5 @@ def operate(x: Image, name: str, rng: random.Random) -> Image:
 
 
 def planes(rows: Sequence[Sequence[Sequence[int]]]) -> Image:
-    """Pixels [H, W, 3] as three colours."""
+    """Split pixels [H, W, 3] into three channels."""
     return [[[pixel[p] for pixel in row] for row in rows] for p in range(3)]

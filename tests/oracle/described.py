@@ -1,4 +1,4 @@
-"""visdesc and WaffleCLIP by their descriptions: every sentence encoded alone, every cosine taken alone."""
+"""Reference implementation of visdesc and WaffleCLIP: every sentence is encoded and compared separately."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.oracle import reference
 
 
 def score(small: Small, image: Tensor, name: str, sentences: Sequence[str]) -> Tensor:
-    """The mean over sentences, which have {} for the name, of their cosine with an image [D]."""
-    nothing = small.embedding[:0]
+    """Return the mean cosine of an image [D] and sentences, in which {} stands for the class name."""
+    no_prompt = small.embedding[:0]
     total = torch.zeros((), dtype=image.dtype)
     for sentence in sentences:
-        (text,) = reference.encode(small, "hand_crafted", [name], nothing, sentence)
+        (text,) = reference.encode(small, "hand_crafted", [name], no_prompt, sentence)
         total = total + (text @ image) / (text.norm() * image.norm())
     return total / len(sentences)
 
@@ -25,16 +25,16 @@ def score(small: Small, image: Tensor, name: str, sentences: Sequence[str]) -> T
 def probabilities(
     small: Small, images: Tensor, names: Sequence[str], sentences: Sequence[Sequence[str]], scale: float
 ) -> Tensor:
-    """[N, C], for images [N, D]; sentences for each name."""
+    """Return the probabilities [N, C] of images [N, D], given the sentences of each name."""
     rows = []
     for image in images:
-        scores = torch.stack([score(small, image, name, some) for name, some in zip(names, sentences, strict=True)])
+        scores = torch.stack([score(small, image, name, own) for name, own in zip(names, sentences, strict=True)])
         rows.append(torch.exp(scale * scores) / torch.exp(scale * scores).sum())
     return torch.stack(rows)
 
 
 def clause(descriptor: str) -> str:
-    """How the authors of visdesc join a descriptor to a class name."""
+    """Return the clause with which the authors of visdesc append a descriptor to a class name."""
     starts = {"which is": ["a", "an"], "which": ["has", "often", "typically", "may", "can"], "which is ": ["used"]}
     for words, beginnings in starts.items():
         for beginning in beginnings:
@@ -44,9 +44,10 @@ def clause(descriptor: str) -> str:
 
 
 def sizes(names: Sequence[str]) -> tuple[int, int, int, int]:
-    """Of WaffleCLIP, by the rule of the authors' code: number of words, letters of each, groups, characters of each.
+    """Return WaffleCLIP's number of words, letters per word, character groups and characters per group.
 
-    The names are as they were given: only white space separates words, so that a name with `_` is one word.
+    The rule is that of the authors' code. Names are used as given: words are separated by spaces only, so a name with
+    `_` is one word.
     """
     count = len(names)
     words = max(1, round(Fraction(sum(len(name.split(" ")) for name in names), count)))

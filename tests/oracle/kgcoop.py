@@ -1,4 +1,7 @@
-"""KgCoOp by its equations: cross-entropy, and one minus the mean cosine to the hand-written class features."""
+"""Reference implementation of KgCoOp from its equations.
+
+The loss is the cross-entropy plus one minus the mean cosine to the class features of the hand_crafted-crafted template.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from tests.helpers.models import Small
 from tests.oracle import reference
 
 
-def distance(classes: Tensor, hand: Tensor) -> Tensor:
-    """One minus the mean cosine, class by class."""
+def distance(classes: Tensor, hand_crafted: Tensor) -> Tensor:
+    """Return one minus the mean over classes of the cosine."""
     total: Tensor = torch.zeros((), dtype=classes.dtype)
-    for w, h in zip(classes, hand, strict=True):
+    for w, h in zip(classes, hand_crafted, strict=True):
         total = total + (w * h).sum() / torch.sqrt((w * w).sum() * (h * h).sum())
     return 1 - total / len(classes)
 
@@ -29,7 +32,7 @@ def loss(
     weight: float,
     template: str,
 ) -> Tensor:
-    """L_ce + λ L_kg."""
+    """Return L_ce + λ L_kg."""
     classes = reference.encode(small, "end", names, prompt)
-    hand = reference.encode(small, "hand_crafted", names, prompt.detach(), template).detach()
-    return reference.cross_entropy(images, classes, labels, tau) + weight * distance(classes, hand)
+    hand_crafted = reference.encode(small, "hand_crafted", names, prompt.detach(), template).detach()
+    return reference.cross_entropy(images, classes, labels, tau) + weight * distance(classes, hand_crafted)

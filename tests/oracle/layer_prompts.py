@@ -1,6 +1,7 @@
-"""Prompts per layer, the slow and obvious way: open_clip's own blocks over every position, rows replaced by torch.cat.
+"""Reference implementation of prompts per layer.
 
-Read-only prompts are written as attention masks: a column of minus infinity for every prompt.
+open_clip's own blocks process every position, and `torch.cat` replaces rows between them. Read-only prompts are
+expressed as attention masks: a column of minus infinity for every prompt.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ def image_features(
     mask: Tensor | None = None,
     hidden_states: list[Tensor] | None = None,
 ) -> Tensor:
-    """Features of pixels [B, 3, S, S] with prompts [J, n, d] at the end of the sequence.
+    """Return features of pixels [B, 3, S, S] with prompts [J, n, d] at the end of the sequence.
 
-    hidden_states: is filled with the input of each block.
+    Args:
+        hidden_states: List to which the input of each block is appended.
     """
     visual = small.clip.visual
     count = vectors.shape[1]
@@ -54,10 +56,11 @@ def image_features(
 def text_features(
     small: Small, sentences: Sequence[str], vectors: Tensor, first: int = 0, read_only: bool = False
 ) -> Tensor:
-    """Features of sentences with prompts [J, n, d] in the place of n tokens after the start token.
+    """Return features of sentences in which prompts [J, n, d] replace n tokens after the start token.
 
-    first: how many tokens stand between the start token and the prompts. Read-only prompts overwrite the padding after
-    the end-of-text token instead.
+    Args:
+        first: Number of tokens between the start token and the prompts.
+        read_only: Whether the prompts instead replace the padding after the end-of-text token.
     """
     text, count = small.text, vectors.shape[1]
     ids = small.tokenizer(list(sentences), context_length=small.context)

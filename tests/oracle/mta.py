@@ -1,4 +1,4 @@
-"""MTA by its description: one image, loops over views, and a stop as soon as nothing changes."""
+"""Reference implementation of MTA for one image: loops over views, and a stop at convergence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def bandwidths(features: Tensor) -> list[float]:
-    """Of each view, from the distances to the 30 % nearest others."""
+    """Return the bandwidth of each view, from its distances to the nearest 30 % of the other views."""
     count = int(0.3 * (len(features) - 1))
     found = []
     for p, f in enumerate(features):
@@ -22,30 +22,30 @@ def bandwidths(features: Tensor) -> list[float]:
 
 
 def mode(features: Tensor, probabilities: Tensor, affinity: float, spread: float) -> Tensor:
-    """Of one image: features [V, D], probabilities [V, C]."""
+    """Return the mode of the views of one image, given features [V, D] and probabilities [V, C]."""
     views = len(features)
-    wide = bandwidths(features)
-    alike = [[float(s @ t) for t in probabilities] for s in probabilities]
+    widths = bandwidths(features)
+    similarity = [[float(s @ t) for t in probabilities] for s in probabilities]
     y = [1 / views] * views
     m = features[0]
 
     def density(m: Tensor) -> list[float]:
-        return [math.exp(-(distance(f, m) ** 2) / (2 * h**2)) for f, h in zip(features, wide, strict=True)]
+        return [math.exp(-(distance(f, m) ** 2) / (2 * h**2)) for f, h in zip(features, widths, strict=True)]
 
     for _ in range(5):
-        near = density(m)
+        densities = density(m)
         for _ in range(5):
             old = y
             scores = [
-                math.exp((near[p] + affinity * sum(alike[p][q] * old[q] for q in range(views))) / spread)
+                math.exp((densities[p] + affinity * sum(similarity[p][q] * old[q] for q in range(views))) / spread)
                 for p in range(views)
             ]
             y = [score / sum(scores) for score in scores]
             if math.sqrt(sum((a - b) ** 2 for a, b in zip(old, y, strict=True))) < 1e-6:
                 break
         for _ in range(5):
-            before, near_now = m, density(m)
-            weights = [d * score for d, score in zip(near_now, y, strict=True)]
+            before, current_densities = m, density(m)
+            weights = [d * score for d, score in zip(current_densities, y, strict=True)]
             m = sum(w * f for w, f in zip(weights, features, strict=True)) / sum(weights)
             m = m / m.norm()
             if distance(before, m) < 1e-6:

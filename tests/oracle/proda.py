@@ -1,4 +1,4 @@
-"""ProDA written out: every prompt through the whole walk, every sum a loop."""
+"""Reference implementation of ProDA: every prompt passes through the complete text tower, and sums are loops."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ def unit(x: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).sum())
 
 
-def where(k: int, prompts: int) -> str:
-    """Half of the prompts have the name at the end, then a quarter in the middle, then a quarter in front."""
+def name_position(k: int, prompts: int) -> str:
+    """Return where prompt k has the name: the first half at the end, a quarter in the middle, a quarter in front."""
     if k < prompts - 2 * (prompts // 4):
         return "end"
     return "middle" if k < prompts - prompts // 4 else "front"
 
 
 def bound(images: Tensor, labels: Tensor, classes: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
-    """The mean over images of log Σ_c exp(s z·(μ_c - μ_y) + s²/2 z·Σ_cy·z).
+    """Return the mean over images of log Σ_c exp(s z·(μ_c - μ_y) + s²/2 z·Σ_cy·z).
 
-    classes: for each prompt, the unit embedding of every class. Σ_cy: diagonal, of the differences w_c - w_y.
+    Σ_cy is the diagonal covariance of the differences w_c - w_y.
+
+    Args:
+        classes: For each prompt, the L2-normalised embedding of every class.
     """
     prompts, count = len(classes), len(classes[0])
     total = torch.zeros((), dtype=images.dtype)
@@ -40,9 +43,11 @@ def bound(images: Tensor, labels: Tensor, classes: Sequence[Sequence[Tensor]], s
     return total / len(images)
 
 
-def likeness(own: Sequence[Tensor]) -> Tensor:
-    """The mean of |cos| over all pairs of different prompts."""
-    cosines = [torch.abs(unit(a) @ unit(b)) for i, a in enumerate(own) for j, b in enumerate(own) if i != j]
+def likeness(embeddings: Sequence[Tensor]) -> Tensor:
+    """Return the mean of |cos| over all pairs of different prompts."""
+    cosines = [
+        torch.abs(unit(a) @ unit(b)) for i, a in enumerate(embeddings) for j, b in enumerate(embeddings) if i != j
+    ]
     return sum(cosines) / len(cosines)
 
 
@@ -56,9 +61,9 @@ def step(
     scale: float,
     orthogonality: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The two losses of a step with the chosen prompts, and the gradient of their weighted sum by all contexts."""
+    """Return the two losses of a step with the chosen prompts, and the gradient of their sum w.r.t. all contexts."""
     p = contexts.detach().clone().requires_grad_()
-    classes = [[unit(w) for w in reference.encode(small, where(k, len(p)), names, p[k])] for k in chosen]
+    classes = [[unit(w) for w in reference.encode(small, name_position(k, len(p)), names, p[k])] for k in chosen]
     surrogate = bound(images, labels, classes, scale)
     alike = likeness([reference.encode(small, "end", [""], context)[0] for context in p])
     (gradient,) = torch.autograd.grad(surrogate + orthogonality * alike, p)
@@ -66,11 +71,11 @@ def step(
 
 
 def mean_embedding(small: Small, names: Sequence[str], contexts: Tensor) -> Tensor:
-    """The mean over all prompts of the unit embedding of every class."""
+    """Return the mean over all prompts of the L2-normalised embedding of every class."""
     rows = []
     for name in names:
         each = [
-            unit(reference.encode(small, where(k, len(contexts)), [name], context)[0])
+            unit(reference.encode(small, name_position(k, len(contexts)), [name], context)[0])
             for k, context in enumerate(contexts)
         ]
         rows.append(sum(each) / len(each))

@@ -1,7 +1,8 @@
-"""The slow, obvious reference: the paper's equations read out loud.
+"""Slow reference implementation of the paper's equations.
 
-Nothing here is shared with selftpt. Sentences are put together position by position, every position goes through
-open_clip's own modules, sums are loops, and gradients are torch's, twice where the paper asks for two.
+Nothing here is shared with selftpt. Sentences are assembled position by position, every position passes through
+open_clip's own modules, and sums are loops. Gradients come from autograd, with double backward where the paper needs
+second derivatives.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ PAPER_VIEWS = ("end", "front", "middle", "hand_crafted")
 
 
 def math_attention() -> AbstractContextManager[None]:
-    """Attention with a second derivative, for a test in one thread."""
+    """Select an attention kernel that supports double backward. The choice is global, so use it in one thread only."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def sentence(small: Small, view: str, name: str, prompt: Tensor, template: str = "a photo of a {}.") -> list[Tensor]:
-    """The embedding of each token from start to end (Eq. 7 and 8)."""
+    """Return the embedding of each token from start to end (Eq. 7 and 8)."""
     table = small.embedding
 
     def words(text: str) -> list[Tensor]:
@@ -50,7 +51,7 @@ def sentence(small: Small, view: str, name: str, prompt: Tensor, template: str =
 
 
 def encode(small: Small, view: str, names: Sequence[str], prompt: Tensor, template: str = "a photo of a {}.") -> Tensor:
-    """The features [C, D] of one view of all classes."""
+    """Return the features [C, D] of one view of all classes."""
     padding = small.embedding[small.spec.frame.pad]
     rows, sizes = [], []
     for name in names:
@@ -65,12 +66,12 @@ def encode(small: Small, view: str, names: Sequence[str], prompt: Tensor, templa
 
 
 def _encode(small: Small, x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Embedded sentences [N, context, d] through every block of an open_clip text tower, then pooled: [N, D]."""
+    """Pass embedded sentences [N, context, d] through all blocks of an open_clip text tower and pool them: [N, D]."""
     part, spec = small.text, small.spec
     if spec.pool == "class":
         x = torch.cat([x, part.cls_emb.expand(len(x), 1, -1)], 1)
     x = x + part.positional_embedding
-    # CoCa hides padding from one position too late, as its weights were trained to
+    # CoCa masks padding from one position too late; its weights were trained that way.
     hidden_from = [size + 1 if spec.pool == "class" else x.shape[1] for size in sizes]
     mask = torch.stack([_mask(x.shape[1], spec.causal, hidden) for hidden in hidden_from]).to(x.dtype)
     mask = mask.repeat_interleave(part.transformer.resblocks[0].attn.num_heads, 0)
@@ -88,7 +89,7 @@ def _encode(small: Small, x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 @functools.cache
 def _mask(length: int, causal: bool, hidden_from: int) -> Tensor:
-    """What is added to attention's scores, [query, key]: 0 where a query sees a key."""
+    """Return the additive attention mask [query, key]: 0 where a query attends to a key."""
     hidden = float("-inf")
     return torch.tensor(
         [
@@ -99,7 +100,7 @@ def _mask(length: int, causal: bool, hidden_from: int) -> Tensor:
 
 
 def _encode_hf(part: nn.Module, x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The same for an encoder of transformers with mean pooling."""
+    """Do the same with a Hugging Face encoder and mean pooling."""
     mask = torch.tensor([[1] * size + [0] * (x.shape[1] - size) for size in sizes])
     states = part.transformer(inputs_embeds=x, attention_mask=mask).last_hidden_state
     pooled = torch.stack([states[i, :size].sum(0) / size for i, size in enumerate(sizes)])
@@ -110,7 +111,7 @@ def _encode_hf(part: nn.Module, x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def probabilities(images: Tensor, classes: Tensor, tau: float) -> Tensor:
-    """Eq. 1, for images [B, D] and classes [C, D]: [B, C]."""
+    """Return the probabilities [B, C] of Eq. 1 for images [B, D] and classes [C, D]."""
     rows = []
     for e in images:
         cosines = torch.stack([(w @ e) / (w.norm() * e.norm()) for w in classes])
@@ -119,13 +120,13 @@ def probabilities(images: Tensor, classes: Tensor, tau: float) -> Tensor:
 
 
 def cross_entropy(images: Tensor, classes: Tensor, labels: Tensor, tau: float) -> Tensor:
-    """Eq. 3: the mean of -log p of the right class."""
+    """Return the mean of -log p of the correct class (Eq. 3)."""
     p = probabilities(images, classes, tau)
     return -sum(torch.log(p[i, label]) for i, label in enumerate(labels.tolist())) / len(labels)
 
 
 def head(x: Tensor, weights: Sequence[Tensor], normalize: bool = True) -> Tensor:
-    """z = h(x), one vector [D]."""
+    """Return z = h(x) for one vector [D]."""
     w1, b1, w2, b2 = weights
     hidden = w1 @ x + b1
     z = w2 @ torch.where(hidden > 0, hidden, torch.zeros_like(hidden)) + b2
@@ -133,9 +134,10 @@ def head(x: Tensor, weights: Sequence[Tensor], normalize: bool = True) -> Tensor
 
 
 def index_sets(views: int, classes: int, equal: Sequence[object] | None) -> list[tuple[list[int], list[int]]]:
-    """For each i, the set P(i) and the indices of the denominator in Eq. 9.
+    """Return for each i the set P(i) and the indices of the denominator in Eq. 9.
 
-    equal: a key for each class; other classes of the same key are left out of the denominator.
+    Args:
+        equal: One key per class. Other classes with the same key are left out of the denominator.
     """
     sets = []
     for i in range(views * classes):
@@ -156,35 +158,35 @@ def cpt(
     equal: Sequence[object] | None = None,
     reduction: str = "sum",
 ) -> Tensor:
-    """Eq. 9 by its loops; z has V · C vectors, view by view."""
+    """Return the loss of Eq. 9, computed with loops; z has V · C vectors, view by view."""
     total: Tensor = torch.zeros((), dtype=z[0].dtype)
     for i, (positives, denominator) in enumerate(index_sets(views, len(z) // views, equal)):
-        above = sum(torch.exp(z[i] @ z[j] / temperature) for j in positives)
-        below = sum(torch.exp(z[i] @ z[j] / temperature) for j in denominator)
-        total = total - torch.log(above / below)
+        numerator = sum(torch.exp(z[i] @ z[j] / temperature) for j in positives)
+        denominator_sum = sum(torch.exp(z[i] @ z[j] / temperature) for j in denominator)
+        total = total - torch.log(numerator / denominator_sum)
     return total / len(z) if reduction == "mean" else total
 
 
 def cpt_in_decimal(
     z: Sequence[Sequence[float]], views: int, temperature: float, equal: Sequence[object] | None = None
 ) -> float:
-    """Eq. 9 with numbers that cannot overflow."""
+    """Return the loss of Eq. 9, computed with decimal numbers that cannot overflow."""
     with localcontext() as context:
         context.prec, context.Emax, context.Emin = 50, MAX_EMAX, MIN_EMIN
         exact = [[Decimal(value) for value in vector] for vector in z]
         total = Decimal(0)
         for i, (positives, denominator) in enumerate(index_sets(views, len(z) // views, equal)):
 
-            def similar(j: int, i: int = i) -> Decimal:
+            def similarity(j: int, i: int = i) -> Decimal:
                 dot = sum((a * b for a, b in zip(exact[i], exact[j], strict=True)), Decimal(0))
                 return (dot / Decimal(temperature)).exp()
 
-            total -= (sum(map(similar, positives)) / sum(map(similar, denominator))).ln()
+            total -= (sum(map(similarity, positives)) / sum(map(similarity, denominator))).ln()
         return float(total)
 
 
 def moving_average(gradients: Sequence[Tensor], decay: float) -> Tensor:
-    """Eq. 11 by its sum, of the gradients of steps 0 to T."""
+    """Return the moving average of Eq. 11 as an explicit sum over the gradients of steps 0 to T."""
     last = len(gradients) - 1
     total = decay**last * gradients[0]
     for t in range(1, last + 1):
@@ -193,12 +195,12 @@ def moving_average(gradients: Sequence[Tensor], decay: float) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Eq. 10."""
+    """Return the cosine of Eq. 10."""
     return (a * b).sum() / torch.sqrt((a * a).sum() * (b * b).sum())
 
 
 def gradient_matching(target: Tensor, gradient: Tensor, kind: str = "cosine") -> Tensor:
-    """Eq. 12, or the mean squared difference of the ablation."""
+    """Return the loss of Eq. 12, or the mean squared difference of the ablation."""
     return 1 - cosine(target, gradient) if kind == "cosine" else ((gradient - target) ** 2).sum() / gradient.numel()
 
 
@@ -207,7 +209,7 @@ def gradient_matching(target: Tensor, gradient: Tensor, kind: str = "cosine") ->
 
 @dataclass(frozen=True)
 class Settings:
-    """What the losses depend on."""
+    """Settings of the losses."""
 
     views: tuple[str, ...] = PAPER_VIEWS
     template: str = "a photo of a {}."
@@ -224,7 +226,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Joint:
-    """Losses by name and gradients of their sum."""
+    """Losses by name and gradients of their weighted sum."""
 
     losses: Mapping[str, Tensor]
     prompt: Tensor
@@ -236,7 +238,7 @@ class Joint:
 def contrast_loss(
     small: Small, names: Sequence[str], prompt: Tensor, weights: Sequence[Tensor], settings: Settings
 ) -> Tensor:
-    """CPT of a class list under a prompt."""
+    """Return the CPT loss of a class list with a prompt."""
     z = []
     for view in settings.views:
         for w in encode(small, view, names, prompt, settings.template):
@@ -256,9 +258,10 @@ def joint(
     past: Sequence[Tensor],
     settings: Settings,
 ) -> Joint:
-    """Algorithm 1, stage 1: the losses and the gradient of their sum, by double backward.
+    """Return the losses of stage 1 of Algorithm 1 and the gradients of their weighted sum, by double backward.
 
-    past: the gradients of the cross-entropy of all steps before.
+    Args:
+        past: Gradients of the cross-entropy of all previous steps.
     """
     p = prompt.detach().clone().requires_grad_()
     weights = [w.detach().clone().requires_grad_() for w in weights]

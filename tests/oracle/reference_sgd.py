@@ -1,4 +1,4 @@
-"""CoOp's descent written out: SGD with momentum and weight decay, the warm-up epoch, the cosine, whole batches."""
+"""CoOp's optimisation written out: SGD with momentum and weight decay, warm-up epoch, cosine schedule, full batches."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def minimise(
     warmup: float,
     seed: int = 1,
 ) -> list[Tensor]:
-    """Parameters after so many epochs on features [N, crops, D] and labels [N], in float64.
+    """Return the parameters after training on features [N, crops, D] and labels [N], in float64.
 
-    gradients: of parameters, images [B, D] and labels [B]. Images come in an order drawn for each epoch.
+    The order of the images is drawn anew for each epoch.
+
+    Args:
+        gradients: Function of the parameters, images [B, D] and labels [B] that returns the gradients.
     """
     parameters = [p.double().clone() for p in start]
-    speed = [torch.zeros_like(p) for p in parameters]
+    momentum = [torch.zeros_like(p) for p in parameters]
     for epoch in range(epochs):
         rate = warmup if epoch == 0 else lr * (1 + math.cos(math.pi * (epoch - 1) / epochs)) / 2
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed * 100_003 + epoch)).tolist()
@@ -36,7 +39,7 @@ def minimise(
             chosen = order[first : first + size]
             images = torch.stack([features[i, epoch % features.shape[1]] for i in chosen]).double()
             found = gradients(parameters, images, labels[chosen])
-            for p, v, g in zip(parameters, speed, found, strict=True):
+            for p, v, g in zip(parameters, momentum, found, strict=True):
                 v.copy_(0.9 * v + g + 5e-4 * p)
                 p.sub_(rate * v)
     return parameters

@@ -1,4 +1,4 @@
-"""SHIP read out loud: one image after the other, each sentence walked alone, gradients and AdamW written out."""
+"""Reference implementation of SHIP: images and sentences are processed one by one, and AdamW is written out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def relu(x: Tensor) -> Tensor:
 
 
 def make(small: Small, parameters: Sequence[Tensor], z: Tensor, name: str) -> Tensor:
-    """The unit feature [D] that the generator makes of z [D] for a class name."""
+    """Return the L2-normalised feature [D] that the generator makes from z [D] for a class name."""
     context, inner, inner_bias, shift, shift_bias = parameters[0], *parameters[7:]
     bias = layer(relu(layer(z, inner, inner_bias)), shift, shift_bias)
     prompt = torch.stack([vector + bias for vector in context])
@@ -34,7 +34,7 @@ def make(small: Small, parameters: Sequence[Tensor], z: Tensor, name: str) -> Te
 def loss(
     small: Small, parameters: Sequence[Tensor], images: Tensor, noise: Tensor, names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Squared error and KL divergence, means over images [B, D] of sums over D."""
+    """Return squared error and KL divergence: sums over D, averaged over images [B, D]."""
     hidden, hidden_bias, mean, mean_bias, variance, variance_bias = parameters[1:7]
     error, divergence = torch.zeros(()), torch.zeros(())
     for x, e, name in zip(images, noise, names, strict=True):
@@ -49,7 +49,7 @@ def loss(
 def gradients(
     small: Small, parameters: Sequence[Tensor], images: Tensor, noise: Tensor, names: Sequence[str]
 ) -> list[Tensor]:
-    """Of the sum of both, by every tensor."""
+    """Return the gradients of the sum of both losses w.r.t. every tensor."""
     free = [tensor.clone().requires_grad_() for tensor in parameters]
     return list(torch.autograd.grad(sum(loss(small, free, images, noise, names)), free))
 
@@ -57,7 +57,7 @@ def gradients(
 def adamw(
     parameters: list[Tensor], moments: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor], step: int, lr: float
 ) -> None:
-    """The step-th update, from 1, with the usual betas and a decay of 0.01."""
+    """Update the parameters in place with the default betas and weight decay 0.01; `step` counts from 1."""
     for p, (m, v), g in zip(parameters, moments, gradients, strict=True):
         m.mul_(0.9).add_(0.1 * g)
         v.mul_(0.999).add_(0.001 * g * g)

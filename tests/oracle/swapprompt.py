@@ -1,4 +1,7 @@
-"""SwapPrompt as docs tell it: loops over images and classes, the whole walk of the text tower, torch's gradients."""
+"""Reference implementation of SwapPrompt as described in the docs.
+
+It loops over images and classes, runs the complete text tower, and takes gradients from autograd.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.oracle import reference
 
 
 def assignments(probabilities: Sequence[Sequence[float]], shots: int) -> list[int]:
-    """Pseudo-labels: of the images whose best class it is, the `shots` with the highest probability; else -1."""
+    """Return pseudo-labels: each class keeps the `shots` most probable of the images predicted as it; others get -1."""
     best = [p.index(max(p)) for p in probabilities]
     labels = [-1] * len(best)
     for c in set(best):
@@ -32,7 +35,7 @@ def loss(
     tau: float,
     weights: tuple[float, float],
 ) -> Tensor:
-    """Of a batch of crop pairs [B, 2, D]: swapped prediction and pseudo-labels, with their weights."""
+    """Return the weighted sum of the swapped-prediction and pseudo-label losses of crop pairs [B, 2, D]."""
     student = reference.encode(small, "end", names, online)
     with torch.no_grad():
         teacher = reference.encode(small, "end", names, target)
@@ -40,16 +43,16 @@ def loss(
     for pair in pairs:
         p = reference.probabilities(pair, student, tau)
         q = reference.probabilities(pair, teacher, tau)
-        for mine, other in ((0, 1), (1, 0)):
+        for view, other in ((0, 1), (1, 0)):
             for c in range(len(names)):
-                swapped = swapped - q[other, c] * torch.log(p[mine, c])
+                swapped = swapped - q[other, c] * torch.log(p[view, c])
     swapped = swapped / (2 * len(pairs))
-    known = [i for i, label in enumerate(labels) if label >= 0]
+    labelled = [i for i, label in enumerate(labels) if label >= 0]
     pseudo = torch.zeros((), dtype=pairs.dtype)
-    for i in known:
+    for i in labelled:
         p = reference.probabilities(pairs[i], student, tau)
-        for mine in (0, 1):
-            pseudo = pseudo - torch.log(p[mine, labels[i]])
-    if known:
-        pseudo = pseudo / (2 * len(known))
+        for view in (0, 1):
+            pseudo = pseudo - torch.log(p[view, labels[i]])
+    if labelled:
+        pseudo = pseudo / (2 * len(labelled))
     return weights[0] * swapped + weights[1] * pseudo

@@ -1,4 +1,4 @@
-"""TDA by its description: a loop over the stream, two dictionaries, and every cached image looked at each time."""
+"""Reference implementation of TDA: a loop over the stream, with two dictionaries as caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Hyper:
-    shots: tuple[int, int] = (3, 2)  # of the positive and of the negative cache
+    shots: tuple[int, int] = (3, 2)  # positive cache, negative cache
     alpha: tuple[float, float] = (2.0, 0.117)
     beta: tuple[float, float] = (5.0, 1.0)
     entropies: tuple[float, float] = (0.2, 0.5)
@@ -35,8 +35,8 @@ def softmax(logits: Tensor) -> Tensor:
     return powers / powers.sum()
 
 
-def see(views: Tensor, weights: Tensor, scale: float) -> tuple[Item, Tensor]:
-    """A image of one view or many [V, D], and its logits [C]."""
+def summarise_views(views: Tensor, weights: Tensor, scale: float) -> tuple[Item, Tensor]:
+    """Summarise an image by its confident views of [V, D]; return the cache item and the logits [C]."""
     logits = torch.stack([scale * torch.stack([w @ f for w in weights]) for f in views])
     chosen = list(range(len(views)))
     if len(views) > 1:
@@ -57,13 +57,13 @@ def store(cache: dict[int, list[Item]], label: int, item: Item, shots: int) -> N
 
 
 def run(images: Sequence[Tensor], weights: Tensor, scale: float, hyper: Hyper) -> list[Tensor]:
-    """Logits of each image of a stream, by its views."""
+    """Return the logits of each image of a stream, given the views of each image."""
     classes = len(weights)
     positive: dict[int, list[Item]] = {}
     negative: dict[int, list[Item]] = {}
     answers = []
     for views in images:
-        item, logits = see(views, weights, scale)
+        item, logits = summarise_views(views, weights, scale)
         label = logits.tolist().index(max(logits.tolist()))
         store(positive, label, item, hyper.shots[0])
         if hyper.entropies[0] < item.entropy / math.log2(classes) < hyper.entropies[1]:
@@ -71,13 +71,13 @@ def run(images: Sequence[Tensor], weights: Tensor, scale: float, hyper: Hyper) -
         answer = logits.clone()
         for kept_label, items in positive.items():
             for kept in items:
-                near = math.exp(-hyper.beta[0] * (1 - float(item.feature @ kept.feature)))
-                answer[kept_label] += hyper.alpha[0] * near
+                affinity = math.exp(-hyper.beta[0] * (1 - float(item.feature @ kept.feature)))
+                answer[kept_label] += hyper.alpha[0] * affinity
         for items in negative.values():
             for kept in items:
-                near = math.exp(-hyper.beta[1] * (1 - float(item.feature @ kept.feature)))
+                affinity = math.exp(-hyper.beta[1] * (1 - float(item.feature @ kept.feature)))
                 for c in range(classes):
                     if kept.probabilities[c] > hyper.mask:
-                        answer[c] -= hyper.alpha[1] * near
+                        answer[c] -= hyper.alpha[1] * affinity
         answers.append(answer)
     return answers

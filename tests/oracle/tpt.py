@@ -1,7 +1,8 @@
-"""TPT, C-TPT and DiffTPT by their papers: every position of every sentence, one view, one class at a time.
+"""Reference implementation of TPT, C-TPT and DiffTPT from their papers.
 
-What the papers leave open is taken from their authors' programs: AdamW and its rates, that the views are chosen once
-and by rank, and that `int` cuts a share.
+Every position of every sentence is computed, one view and one class at a time. Details that the papers leave open come
+from the authors' code: AdamW and its hyperparameters, views that are selected once and by rank, and ratios of views
+that are rounded down with `int`.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from tests.oracle import reference
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Of one distribution [C]."""
+    """Return the entropy of one distribution [C]."""
     return -sum(value * torch.log(value) for value in p)
 
 
 def mean_entropy(p: Tensor) -> Tensor:
-    """The entropy of the mean of distributions [K, C]."""
+    """Return the entropy of the mean of distributions [K, C]."""
     return entropy(sum(one for one in p) / len(p))
 
 
-def confident(p: Tensor, share: float) -> list[int]:
-    """The views of p [V, C] with the least entropy."""
+def lowest_entropy(p: Tensor, ratio: float) -> list[int]:
+    """Return the indices of the views with the lowest entropy, given p [V, C]."""
     ranked = sorted(range(len(p)), key=lambda i: entropy(p[i]).item())
-    return ranked[: max(1, int(len(p) * share))]
+    return ranked[: max(1, int(len(p) * ratio))]
 
 
 def dispersion(classes: Tensor) -> Tensor:
-    """C-TPT: the mean distance of unit class vectors from their centre; classes [C, D] of any length."""
+    """Return C-TPT's mean distance of the L2-normalised class vectors [C, D] from their mean."""
     unit = [w / w.norm() for w in classes]
     centre = sum(unit) / len(unit)
     return sum(torch.sqrt(((w - centre) ** 2).sum()) for w in unit) / len(unit)
 
 
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter) with the usual constants, written out."""
+    """AdamW (Loshchilov and Hutter) with default betas, learning rate 0.005 and weight decay 0.01."""
 
     def __init__(self) -> None:
         self.first: Tensor | float = 0.0
@@ -59,7 +60,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Loss and gradient of the first step, the prompt after the last, and the image's probabilities [C] with it."""
+    """Loss and gradient of the first step, and the final prompt with the image's probabilities [C]."""
 
     loss: float
     gradient: Tensor
@@ -68,12 +69,12 @@ class Tuned:
 
 
 def logits(views: Tensor, classes: Tensor, tau: float) -> Tensor:
-    """Scaled cosines [V, C] of views [V, D] and classes [C, D]."""
+    """Return the scaled cosines [V, C] of views [V, D] and classes [C, D]."""
     return torch.stack([torch.stack([(w @ e) / (w.norm() * e.norm()) / tau for w in classes]) for e in views])
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Of rows [V, C]."""
+    """Return the softmax of each row of [V, C]."""
     return torch.stack([torch.exp(row) / torch.exp(row).sum() for row in x])
 
 
@@ -81,13 +82,16 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float((a @ b) / math.sqrt((a @ a) * (b @ b)))
 
 
-def choose(x: Tensor, share: float, near: float | None) -> list[int]:
-    """The views that are tuned on, by their logits [V, C]; DiffTPT's if `near` is a share."""
+def choose(x: Tensor, ratio: float, near: float | None) -> list[int]:
+    """Return the selected views, given their logits [V, C].
+
+    If `near` is given, select as DiffTPT does: first keep that ratio of the views, by cosine to the image.
+    """
     if near is None:
-        return confident(softmax(x), share)
+        return lowest_entropy(softmax(x), ratio)
     others = sorted(range(1, len(x)), key=lambda i: -cosine(x[0], x[i]))
     kept = [0, *others[: int((len(x) - 1) * near)]]
-    return [kept[i] for i in confident(softmax(x[kept]), share)]
+    return [kept[i] for i in lowest_entropy(softmax(x[kept]), ratio)]
 
 
 def tune(
@@ -96,19 +100,19 @@ def tune(
     prompt: Tensor,
     views: Tensor,
     tau: float,
-    share: float = 0.1,
+    ratio: float = 0.1,
     near: float | None = None,
     spread: float = 0.0,
     steps: int = 1,
 ) -> Tuned:
-    """A prompt [M, d] tuned to the views [V, D] of one image, which is the first of them."""
+    """Tune a prompt [M, d] on the views [V, D] of one image; the first view is the image itself."""
     adamw, p, chosen, losses, gradients = AdamW(), prompt.detach(), None, [], []
     for _ in range(steps):
         p = p.clone().requires_grad_()
         classes = reference.encode(small, "end", names, p)
         x = logits(views, classes, tau)
         if chosen is None:
-            chosen = choose(x.detach(), share, near)
+            chosen = choose(x.detach(), ratio, near)
         loss = mean_entropy(softmax(x[chosen])) - spread * dispersion(classes)
         (gradient,) = torch.autograd.grad(loss, p)
         losses.append(loss.item())

@@ -1,4 +1,4 @@
-"""ZERO by its description, one image and one view at a time."""
+"""Reference implementation of ZERO, one image and one view at a time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def best(p: Sequence[float]) -> int:
 
 
 def predict(views: Sequence[Sequence[float]], confidence_ratio: float) -> tuple[int, list[int]]:
-    """The class, and the votes, of an image whose views have these probabilities.
+    """Return the predicted class and the votes of an image, given the probabilities of its views.
 
-    A tie is broken by the views that did not vote, the most confident first; if all voted, by the last voter.
+    The views that did not vote break a tie, most confident first. If all views voted, the last voter breaks it.
     """
     by_entropy = sorted(views, key=entropy)
     count = max(1, int(len(views) * confidence_ratio))
