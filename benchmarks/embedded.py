@@ -1,9 +1,11 @@
-"""How good and how fast the embedded model is: zero-shot top-1 on datasets in CoOp's layout, and images a second.
+"""Measure the zero-shot accuracy and the speed of the embedded model.
 
-`imagenet`: held-out images, 1,000-way; `imagenet_64` and `imagenet_32`: the same, made so small first.
-`imagenet_unseen`: 200 classes, 200-way, by class vectors of a text tower that the same recipe made without them
-(`python -m tools.embedded_model --hold-out`). The rate is of `encode_images` on ready tensors over that of the bare
-timm tower, both in the same run.
+The accuracies are top-1 (%) on the test images of datasets in CoOp's layout. `imagenet` has images that the recipe did
+not use, and 1,000 classes. For `imagenet_64` and `imagenet_32` the same images are downsampled to 64 x 64 and 32 x 32
+pixels. `imagenet_unseen` has 200 classes; their vectors come from a text tower that the same recipe trained without
+these classes (`python -m tools.embedded_model --hold-out`).
+
+The speed is that of `encode_images` on prepared tensors, relative to timm's image tower in the same run.
 """
 
 from __future__ import annotations
@@ -40,85 +42,102 @@ DATASETS = ("caltech101", "oxford_pets", "eurosat", "dtd", "food101", "imagenet"
 
 
 def zero_shot_top1(model: Model, dataset: Dataset) -> dict[str, float]:
-    """Per cent of test images told right by "a photo of a ...".
+    """Return the zero-shot top-1 accuracy (%) on the test images, with the template "a photo of a {}.".
 
-    Where the folder full/ has the whole of a split that was cut, also with each class weighed by its share of that.
+    If the folder full/ has the complete split of a reduced dataset, also return the accuracy with the classes weighted
+    by their number of images in the complete test set.
     """
     provider = FeatureProvider(model, [ViewSpec()], Cache(), fixed_batch=True)
     classifier, features = zero_shot(model, dataset.test.names), provider(dataset.test.images)
-    right = (classifier(features).argmax(1) == torch.tensor(dataset.test.labels)).tolist()
-    result = {dataset.name: 100 * statistics.mean(right)}
+    correct = (classifier(features).argmax(1) == torch.tensor(dataset.test.labels)).tolist()
+    result = {dataset.name: 100 * statistics.mean(correct)}
     if (full := dataset.root / "full" / dataset.split).is_file():
-        of_class: dict[int, list[bool]] = {}
-        for label, was in zip(dataset.test.labels, right, strict=True):
-            of_class.setdefault(label, []).append(was)
-        labels = [label for _, label, _ in json.loads(full.read_text())["test"] if label in of_class]
-        result[f"{dataset.name}_as_whole"] = 100 * statistics.mean(statistics.mean(of_class[i]) for i in labels)
+        correct_by_class: dict[int, list[bool]] = {}
+        for label, is_correct in zip(dataset.test.labels, correct, strict=True):
+            correct_by_class.setdefault(label, []).append(is_correct)
+        class_accuracy = {label: statistics.mean(values) for label, values in correct_by_class.items()}
+        labels = [label for _, label, _ in json.loads(full.read_text())["test"] if label in class_accuracy]
+        result[f"{dataset.name}_as_whole"] = 100 * statistics.mean(class_accuracy[label] for label in labels)
     return result
 
 
-def show(model: Model, paths: Sequence[Path], side: int | None = None, batch: int = 32) -> Iterator[Tensor]:
-    """Batches of pixels [B, 3, S, S], uint8; `side`: of images that are first cut to squares of so many pixels."""
+def pixel_batches(model: Model, paths: Sequence[Path], size: int | None = None, batch: int = 32) -> Iterator[Tensor]:
+    """Yield batches of pixels [B, 3, S, S], uint8.
 
-    def pixels(path: Path) -> Tensor:
+    Args:
+        model: The model whose preprocessing is used.
+        paths: The images.
+        size: If given, images are first cropped to a square and downsampled to this size in pixels.
+        batch: Number of images per batch.
+    """
+
+    def preprocess(path: Path) -> Tensor:
         image = open_image(path)
-        return model.preprocess(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC) if side else image)
+        return model.preprocess(ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC) if size else image)
 
-    shown = in_threads(pixels, paths, ahead=2 * batch)
-    while some := list(itertools.islice(shown, batch)):
+    images = in_threads(preprocess, paths, ahead=2 * batch)
+    while some := list(itertools.islice(images, batch)):
         yield torch.stack(some)
 
 
-def small(model: Model, imagenet: Dataset, side: int) -> float:
-    """Per cent right of test images that are cut to squares of so many pixels a side."""
-    seen = torch.cat([model.encode_images(pixels) for pixels in show(model, imagenet.test.paths, side)])
-    return accuracy(zero_shot(model, imagenet.test.names)(seen[:, None]), torch.tensor(imagenet.test.labels))
+def low_resolution_top1(model: Model, imagenet: Dataset, size: int) -> float:
+    """Return the zero-shot top-1 accuracy (%) on test images that are downsampled to `size` x `size` pixels."""
+    features = torch.cat([model.encode_images(pixels) for pixels in pixel_batches(model, imagenet.test.paths, size)])
+    return accuracy(zero_shot(model, imagenet.test.names)(features[:, None]), torch.tensor(imagenet.test.labels))
 
 
-def unseen(model: Model, imagenet: Dataset) -> float:
-    """Per cent right of images of the held-out classes, by the model that has not learned them.
+def held_out_top1(model: Model, imagenet: Dataset) -> float:
+    """Return the top-1 accuracy (%) of the model made with --hold-out on images of its held-out classes.
 
-    It has the image tower of the embedded one, but a projection of its own: on top of the tower's own features.
+    That model has the same image backbone as the embedded model, but a projection of its own.
     """
-    header, exam = read_tensors(Path(__file__).with_name("embedded_unseen.safetensors"), "exam")
-    place = {label: i for i, label in enumerate(header["labels"])}
+    header, held_out = read_tensors(Path(__file__).with_name("embedded_held_out.safetensors"), "held_out_classes")
+    row_of = {label: row for row, label in enumerate(header["labels"])}
     assert imagenet.train is not None
     images = [pair for part in (imagenet.train, imagenet.test) for pair in zip(part.paths, part.labels, strict=True)]
-    rows = [(path, place[label]) for path, label in images if label in place]
-    seen = []
+    images = [(path, row_of[label]) for path, label in images if label in row_of]
+    backbone_features = []
     with torch.inference_mode():
-        for pixels in show(model, [path for path, _ in rows]):
-            laid = model.preprocess.normalize(pixels).contiguous(memory_format=torch.channels_last)
-            seen.append(model.image.visual.trunk(laid))
-    features = F.normalize(torch.cat(seen) @ exam["projection"].float().t() + exam["bias"], dim=-1)
-    return accuracy(features @ exam["vectors"].float().t(), torch.tensor([label for _, label in rows]))
+        for pixels in pixel_batches(model, [path for path, _ in images]):
+            normalized = model.preprocess.normalize(pixels).contiguous(memory_format=torch.channels_last)
+            backbone_features.append(model.image.visual.trunk(normalized))
+    projected = torch.cat(backbone_features) @ held_out["projection"].float().t() + held_out["bias"]
+    logits = F.normalize(projected, dim=-1) @ held_out["vectors"].float().t()
+    return accuracy(logits, torch.tensor([label for _, label in images]))
 
 
-def rates(model: Model) -> dict[str, float]:
-    """Images a second, batches of 32 ready tensors: of `encode_images` over timm's own tower in the better of the two
-    layouts of memory, and of timm's with channels last over channels first.
+def speed_ratios(model: Model) -> dict[str, float]:
+    """Return ratios of images per second, on batches of 32 prepared tensors.
+
+    The first ratio is `encode_images` over timm's tower, in the faster of its two memory formats. The second is timm's
+    tower in the channels-last memory format over channels first.
     """
     tower = timm.create_model("tf_efficientnet_lite0", num_classes=0).eval()
     pixels = torch.randn(32, 3, 224, 224)
 
-    def bare(layout: torch.memory_format) -> Callable[[], Tensor]:
-        theirs, laid = copy.deepcopy(tower).to(memory_format=layout), pixels.contiguous(memory_format=layout)
-        return torch.inference_mode()(lambda: theirs(laid))
+    def timm_tower(memory_format: torch.memory_format) -> Callable[[], Tensor]:
+        network = copy.deepcopy(tower).to(memory_format=memory_format)
+        formatted = pixels.contiguous(memory_format=memory_format)
+        return torch.inference_mode()(lambda: network(formatted))
 
-    layouts = {"first": bare(torch.contiguous_format), "last": bare(torch.channels_last)}
-    seconds = interleaved({**layouts, "ours": lambda: model.encode_images(pixels)}, rounds=5)
-    best = [min(pair) for pair in zip(seconds["first"], seconds["last"], strict=True)]
+    jobs = {
+        "channels first": timm_tower(torch.contiguous_format),
+        "channels last": timm_tower(torch.channels_last),
+        "selftpt": lambda: model.encode_images(pixels),
+    }
+    seconds = interleaved(jobs, rounds=5)
+    fastest = [min(pair) for pair in zip(seconds["channels first"], seconds["channels last"], strict=True)]
     return {
-        "rate_over_bare_tower": ratio(best, seconds["ours"]),
-        "channels_last_over_first": ratio(seconds["first"], seconds["last"]),
+        "rate_over_bare_tower": ratio(fastest, seconds["selftpt"]),
+        "channels_last_over_first": ratio(seconds["channels first"], seconds["channels last"]),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="datasets in the folders that CoOp prescribes")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--data", type=Path, required=True, help="folder of the datasets, in CoOp's layout")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of torch")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model(device="cpu")
@@ -129,15 +148,15 @@ def main() -> None:
         size = f"{len(dataset.test.paths)} images, {len(dataset.test.names)} classes"
         print(f"{name}: {result[name]:.1f} % of {size}", flush=True)
         if f"{name}_as_whole" in result:
-            print(f"  {result[f'{name}_as_whole']:.1f} % by the whole test set's counts")
-    for side in (64, 32):
-        result[f"imagenet_{side}"] = small(model, dataset, side)
-        print(f"  {result[f'imagenet_{side}']:.1f} % at {side} pixels a side", flush=True)
-    result["imagenet_unseen"] = unseen(model, dataset)
-    print(f"imagenet_unseen: {result['imagenet_unseen']:.1f} %, 200 classes", flush=True)
-    result |= rates(model)
-    print(f"encode_images: {result['rate_over_bare_tower']:.2f} of the bare tower's rate")
-    print(f"the bare tower with channels last: {result['channels_last_over_first']:.2f} of channels first")
+            print(f"  {result[f'{name}_as_whole']:.1f} % with the class counts of the complete test set")
+    for pixels in (64, 32):
+        result[f"imagenet_{pixels}"] = low_resolution_top1(model, dataset, pixels)
+        print(f"  {result[f'imagenet_{pixels}']:.1f} % at {pixels} x {pixels} pixels", flush=True)
+    result["imagenet_unseen"] = held_out_top1(model, dataset)
+    print(f"imagenet_unseen: {result['imagenet_unseen']:.1f} % of 200 held-out classes", flush=True)
+    result |= speed_ratios(model)
+    print(f"encode_images has {result['rate_over_bare_tower']:.2f} times the speed of timm's tower")
+    print(f"timm's tower: channels last has {result['channels_last_over_first']:.2f} times the speed of channels first")
     if options.json:
         print(json.dumps(result))
 

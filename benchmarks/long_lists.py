@@ -1,7 +1,8 @@
-"""Long class lists: memory and time per name of one step of the embedded model, each size in a process of its own.
+"""Measure the memory and the time per name of one step with long class lists.
 
-The memory is that above the loaded model, with everything that is prepared for a class list (tokens, hand-crafted
-features, encoder). The share of the [4C, 4C] similarities of Eq. 9 in the time shows from which size on they dominate.
+The model is the embedded one, and each size is measured in a process of its own. The memory is that above the loaded
+model; it includes what is prepared for a class list (tokens, template features, encoder). The fraction of the time that
+the [4C, 4C] similarities of Eq. 9 take shows from which size on they dominate.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ GRADIENT_MATCHING = 5000
 
 
 def names_of(count: int) -> list[str]:
-    """Different names: those of the other benchmarks, with a number after them once they are used up."""
+    """Return distinct names: those of `class_names`, then the same names with numbers."""
     names = class_names(count)
     return [names[i] if i < len(names) else f"{names[i % len(names)]} {i // len(names)}" for i in range(count)]
 
 
-def step(model: Model, stage: int, count: int) -> dict[str, float]:
-    """Prepare a class list of `count` names and take one step: seconds of the step, and of its similarities."""
+def time_step(model: Model, stage: int, count: int) -> dict[str, float]:
+    """Prepare a class list of `count` names and make one step.
+
+    Returns:
+        The seconds of the step and, for stage 2, of its similarities.
+    """
     prompt, config = Prompt.embedded(), LearnConfig()
     head, contrast = Head(*prompt.head), prompt.contrast
     tokens = class_tokens(model.text.tokenizer, names_of(count), len(prompt.context), contrast)
@@ -60,18 +65,18 @@ def step(model: Model, stage: int, count: int) -> dict[str, float]:
 
 
 def measure(stage: int, count: int) -> dict[str, Any]:
-    """One step, after one over few names so that libraries are loaded."""
+    """Measure one step: its memory in MB, its seconds and its time per name."""
     model = load_model(device="cpu")
-    step(model, stage, 300)
+    time_step(model, stage, 300)  # loads libraries, whose memory is not counted
     result: dict[str, Any] = {}
-    result["mb"] = extra_memory(lambda: result.update(step(model, stage, count)))
+    result["mb"] = extra_memory(lambda: result.update(time_step(model, stage, count)))
     return {"stage": stage, "names": count, **result, "ms_per_name": 1e3 * result["seconds"] / count}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--one", nargs=2, type=int, metavar=("STAGE", "NAMES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

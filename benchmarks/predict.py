@@ -1,7 +1,8 @@
-"""Stage 3 against the bare image tower, and against open_clip's usual loop: images a second, as ratios in one run.
+"""Measure prediction: images per second of `Classifier.predict` on JPEG files, relative to open_clip.
 
-ViT-B/32 with random weights on JPEG files of about 500 x 375, batches of 32. The bare tower is open_clip's own, on
-tensors that are ready; the usual loop opens, transforms and encodes one image after the other.
+There are three ratios: to open_clip's image tower alone on prepared tensors, to selftpt's image tower alone on the same
+tensors, and to open_clip's usual loop, which opens, transforms and encodes one image at a time. The model is ViT-B/32
+with random weights, and the files have about 500 x 375 pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from selftpt.models import load_model
 
 
 def make_images(folder: Path, count: int) -> list[Path]:
-    """JPEG files with the detail of a photograph: noise at several scales, about 60 kB each."""
+    """Write JPEG files of about 60 kB: noise at several scales, which has as much detail as a photograph."""
     rng, paths = random.Random(0), []
     for i in range(count):
         width, height = rng.randrange(480, 521), rng.randrange(355, 396)
@@ -42,10 +43,10 @@ def make_images(folder: Path, count: int) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--images", type=int, default=96)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--images", type=int, default=96, help="number of images")
+    parser.add_argument("--batch", type=int, default=32, help="images per batch")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model("ViT-B-32", "random", device="cpu")
@@ -57,27 +58,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = make_images(Path(folder), options.images)
         kilobytes = sum(path.stat().st_size for path in paths) / len(paths) / 1e3
-        ready = torch.stack([transform(Image.open(path)) for path in paths[: options.batch]])
+        prepared = torch.stack([transform(Image.open(path)) for path in paths[: options.batch]])
 
-        def bare() -> None:
+        def open_clip_tower() -> None:
             with torch.inference_mode():
                 for _ in range(options.images // options.batch):
-                    clip.encode_image(ready, normalize=True)
+                    clip.encode_image(prepared, normalize=True)
 
-        def ours_bare() -> None:
+        def selftpt_tower() -> None:
             for _ in range(options.images // options.batch):
-                model.encode_images(ready)
+                model.encode_images(prepared)
 
         def predict() -> None:
-            assert sum(1 for _ in classifier.predict(paths, config=config)) == options.images
+            assert len(classifier.predict(paths, config=config)) == options.images
 
-        def usual() -> None:
+        def open_clip_loop() -> None:
             with torch.inference_mode():
                 for path in paths:
                     image = transform(Image.open(io.BytesIO(path.read_bytes())))[None]
                     (100 * clip.encode_image(image, normalize=True) @ weights.t()).softmax(-1).topk(5)
 
-        jobs = {"bare": bare, "ours_bare": ours_bare, "predict": predict, "usual": usual}
+        jobs = {"bare": open_clip_tower, "ours_bare": selftpt_tower, "predict": predict, "usual": open_clip_loop}
         seconds = interleaved(jobs, rounds=5)
 
     result = {
@@ -89,10 +90,9 @@ def main() -> None:
         "of_our_bare_tower": ratio(seconds["ours_bare"], seconds["predict"]),
         "over_open_clip_loop": ratio(seconds["usual"], seconds["predict"]),
     }
-    print(
-        f"predict: {result['of_bare_tower']:.2f} of open_clip's bare tower, {result['of_our_bare_tower']:.2f} of ours"
-    )
-    print(f"predict: {result['over_open_clip_loop']:.2f} times open_clip's usual loop")
+    print(f"predict has {result['of_bare_tower']:.2f} times the speed of open_clip's image tower alone")
+    print(f"predict has {result['of_our_bare_tower']:.2f} times the speed of selftpt's image tower alone")
+    print(f"predict has {result['over_open_clip_loop']:.2f} times the speed of open_clip's usual loop")
     if options.json:
         print(json.dumps(result))
 

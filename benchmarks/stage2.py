@@ -1,9 +1,12 @@
-"""Why stage 2 helps or does not, for runs that `selftpt bench base-to-new` has recorded.
+"""Analyse what stage 2 does in the runs of self-tpt that `selftpt bench base-to-new` has recorded.
 
-For each dataset and seed of self-tpt: the cosine of the gradients of cross-entropy and CPT in the last fifth of
-stage 1; CPT on the new classes' names before stage 2 and after; how alike the views of a class are (the cosine of its
-vector in the end view with the mean over the three views); how far stage 2 moves the class vectors (1 - cosine); and
-accuracy on the new classes before and after.
+For each dataset and seed, the script prints:
+
+- the cosine of the gradients of cross-entropy and CPT, mean over the last fifth of stage 1;
+- the CPT loss on the names of the new classes, before and after stage 2;
+- the similarity of the views of a class: the cosine of its vector in the end view and the mean over the three views;
+- how far stage 2 moves the class vectors: 1 - cosine;
+- the accuracy (%) on the new classes, before and after stage 2.
 """
 
 from __future__ import annotations
@@ -37,26 +40,26 @@ from selftpt.prompt import Prompt
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", type=Path, help="the folder of the runs")
-    parser.add_argument("--data", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="folder of the runs")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the datasets, in CoOp's layout")
     options = parser.parse_args()
     runs = Runs(options.runs)
     records = [r for r in runs.records if (r["method"], r["protocol"]) == ("self-tpt", "base-to-new")]
     if not records:
         raise SelfTPTError(
-            f"{options.runs} has no run of self-tpt: make it by selftpt bench base-to-new --out {options.runs}"
+            f"{options.runs} has no run of self-tpt: create it with selftpt bench base-to-new --out {options.runs}"
         )
     model = load_model(device="cpu")
-    print("dataset seed  cosine  CPT before after  alike  moved  new before after")
+    print("dataset, seed, cosine, CPT before, CPT after, similarity, moved, new before, new after")
     for record in records:
         bench = Bench(model, Plan("base-to-new", options.data, changes=record["changes"]), runs)
-        row = look_at(bench, Run("self-tpt", record["dataset"], record["seed"]))
+        row = analyse(bench, Run("self-tpt", record["dataset"], record["seed"]))
         print(record["dataset"], record["seed"], *(f"{value:.3f}" for value in row.values()), flush=True)
 
 
-def look_at(bench: Bench, run: Run) -> dict[str, float]:
-    """All of it for one run, of which the prompt is kept."""
+def analyse(bench: Bench, run: Run) -> dict[str, float]:
+    """Return the printed quantities of a run whose learned prompt is in the folder of the runs."""
     model, settings = bench.model, bench.plan.settings(run)
     source = bench.plan.source_of(run)
     assert source is not None
@@ -64,9 +67,9 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     assert METHODS["self-tpt"].train is not None
     file = bench.recorded.folder / "learned" / fit_context.learned_name(METHODS["self-tpt"].train, settings.learn)
     if not file.is_file():
-        raise SelfTPTError(f"there is no {file}: data, model or settings are not those of the run; run it again")
+        raise SelfTPTError(f"{file} does not exist: the data, model or settings differ from the run's; run it again")
     prompt = prompt_of(METHODS["self-tpt"].fit(fit_context, settings))
-    steps = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in file.with_name(file.name + ".log.jsonl").read_text().splitlines()]
     test = half(bench.plan.dataset(run.dataset).test, new=True)
     features = FeatureProvider(model, [ViewSpec()], bench.cache, fixed_batch=True)(test.images)
     before = adapt(model, prompt, test.names, AdaptConfig(steps=0))
@@ -74,22 +77,22 @@ def look_at(bench: Bench, run: Run) -> dict[str, float]:
     mean = adapt(model, prompt, test.names, AdaptConfig(steps=0, vectors="mean"))
     labels = torch.tensor(test.labels)
     return {
-        "cosine": statistics.mean(step["cosine"] for step in steps[-len(steps) // 5 :]),
-        "cpt_before": contrast(bench, prompt, test.names, 0),
-        "cpt_after": contrast(bench, prompt, test.names, settings.adapt.steps, settings.adapt.lr),
-        "alike": F.cosine_similarity(before.weights, mean.weights).mean().item(),
+        "cosine": statistics.mean(step["cosine"] for step in log[-len(log) // 5 :]),
+        "cpt_before": cpt_after(bench, prompt, test.names, 0),
+        "cpt_after": cpt_after(bench, prompt, test.names, settings.adapt.steps, settings.adapt.lr),
+        "similarity": F.cosine_similarity(before.weights, mean.weights).mean().item(),
         "moved": 1 - F.cosine_similarity(before.weights, after.weights).mean().item(),
         "new_before": accuracy(before(features), labels),
         "new_after": accuracy(after(features), labels),
     }
 
 
-def contrast(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, lr: float = 0.0) -> float:
-    """CPT of a prompt on class names after so many steps of stage 2."""
-    model, kind, context = bench.model, prompt.contrast, prompt.context.clone()
-    tokens = class_tokens(model.text.tokenizer, names, len(context), kind)
-    hand_crafted = encode_template(model.text, tokens, kind.template) if "hand_crafted" in kind.views else None
-    task = Task(TextEncoder(model.text, tokens, len(context), kind.learned), hand_crafted, tokens.same, kind)
+def cpt_after(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, lr: float = 0.0) -> float:
+    """Return the CPT loss of a prompt on class names after a number of steps of stage 2."""
+    model, config, context = bench.model, prompt.contrast, prompt.context.clone()
+    tokens = class_tokens(model.text.tokenizer, names, len(context), config)
+    hand_crafted = encode_template(model.text, tokens, config.template) if "hand_crafted" in config.views else None
+    task = Task(TextEncoder(model.text, tokens, len(context), config.learned), hand_crafted, tokens.same, config)
     for _ in range(steps):
         context -= lr * contrast_step(task, context, Head(*prompt.head))[1]
     return contrast_step(task, context, Head(*prompt.head))[0]

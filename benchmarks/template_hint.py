@@ -1,9 +1,9 @@
-"""How sure predictions are, and what a template of the domain is worth, dataset by dataset.
+"""Measure the entropy of predictions, and the accuracy with a general template and with a template of the domain.
 
-`selftpt classify` suggests a template when the mean normalised entropy of the predictions is above a threshold. This
-script prints what the threshold was chosen by. For each dataset: the mean normalised entropy with the general
-template, and the top-1 accuracy (%) with the general template and with the template of the dataset, for zero-shot
-and for a prompt that is adapted to the class names.
+`selftpt classify` suggests a template if the mean normalised entropy of the predictions is above a threshold. The
+threshold was chosen by the output of this script. For each dataset it prints the mean normalised entropy with the
+general template, and the top-1 accuracy (%) with the general template and with the template of the dataset, for
+zero-shot and for the embedded prompt, adapted to the class names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def evaluate(classifier: Classifier, test: Source) -> tuple[float, float]:
-    """The mean normalised entropy of the predictions and the top-1 accuracy (%)."""
+    """Return the mean normalised entropy of the predictions and the top-1 accuracy (%)."""
     probabilities = classifier.predict_proba(test.paths)
     correct = torch.from_numpy(probabilities).argmax(1) == torch.tensor(test.labels)
     return statistics.fmean(map(normalised_entropy, probabilities.tolist())), 100 * correct.double().mean().item()

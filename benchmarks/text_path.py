@@ -1,8 +1,9 @@
-"""The packed text forward against the plain one: a step of stage 1 and of stage 2, time and memory, as ratios.
+"""Compare the packed text forward pass with the plain one: time and memory of a step of stages 1 and 2.
 
-ViT-B/16's text tower with random weights, fp32. The plain forward is how prompt learners usually do it: every view of
-every class over all 77 positions, the hand-crafted one again at every step. Jobs that are compared take turns in every
-round; a ratio is taken within a round, and its median over the rounds is reported with the smallest and the largest.
+The plain forward pass is how prompt learners usually compute text features: every view of every class over all 77
+positions, and the hand-crafted view again at every step. The model is the text tower of ViT-B/16 with random weights,
+in fp32. Compared jobs take turns in every round. Ratios are computed within a round; the script prints their median
+over rounds, with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from selftpt.prompt import initial_context, initial_head
 
 
 def class_names(count: int) -> list[str]:
-    """ImageNet's names in a random order, and for more of them adjectives before the short ones."""
+    """Return ImageNet's names in random order; beyond those, short names after an adjective."""
     names = list(dict.fromkeys(IMAGENET_CLASSNAMES))
     adjectives = "red black white small giant wild old wooden golden spotted".split()
     more = [f"{adjective} {name}" for name in names if len(name.split()) < 3 for adjective in adjectives]
@@ -41,7 +42,7 @@ def class_names(count: int) -> list[str]:
 
 
 class PlainEncoder:
-    """The plain forward: embeddings of all positions are put together and go through open_clip's own modules."""
+    """The plain forward pass: open_clip's modules on the embeddings of all positions."""
 
     unchunked = True
     views: tuple[View, ...] = VIEWS
@@ -55,8 +56,8 @@ class PlainEncoder:
         for view in VIEWS:
             before = before_name(view, length)
             for name, end in zip(tokens.ids, joint, strict=True):
-                at = len(sentences) * tokenizer.context + 1
-                rows += [at + k + (len(name) if k >= before else 0) for k in range(length)]
+                first = len(sentences) * tokenizer.context + 1  # the row after the start token
+                rows += [first + k + (len(name) if k >= before else 0) for k in range(length)]
                 index += range(length)
                 split = [0] * before + list(name) + [0] * (length - before) + dot
                 sentences.append(tokenizer.add_special_tokens([0] * length + end if view == "end" else split))
@@ -80,7 +81,7 @@ class PlainEncoder:
 
 
 class Bench:
-    """One class list under the same prompt and head, the plain way and ours."""
+    """One class list with a fixed prompt and head, for the packed (`ours`) or the plain forward pass."""
 
     def __init__(self, model: Model, classes: int, ours: bool, chunk: int | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -93,7 +94,7 @@ class Bench:
         self.batch = Batch(images, torch.arange(4), 100.0)
 
     def prepare(self) -> None:
-        """What is done once per class list."""
+        """Prepare what is computed once per class list."""
         hand_crafted = None
         if self.ours:
             self.encoder: TextEncoder = TextEncoder(self.model.text, self.tokens, 4, chunk=self.chunk)
@@ -102,24 +103,26 @@ class Bench:
             self.encoder = PlainEncoder(self.model, self.tokens, 4)  # type: ignore[assignment]
         self.task = Task(self.encoder, hand_crafted, self.tokens.same, ContrastConfig())
 
-    def _ready(self) -> Task:
+    def _task(self) -> Task:
+        """Return the task of a step; the plain forward pass computes the hand-crafted view again."""
         if isinstance(self.encoder, PlainEncoder):
             return Task(self.encoder, self.encoder.hand_crafted(), self.tokens.same, ContrastConfig())
         return self.task
 
     def stage2(self) -> Tensor:
-        return contrast_step(self._ready(), self.context, self.head)[1]
+        """Return the gradient of a step of stage 2."""
+        return contrast_step(self._task(), self.context, self.head)[1]
 
     def stage1(self) -> Tensor:
+        """Return the gradient of a step of stage 1."""
         if self.ours:
             return joint_step(self.task, self.context, self.head, self.batch, self.average, LearnConfig()).prompt
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-            return joint_step(self._ready(), self.context, self.head, self.batch, self.average, LearnConfig()).prompt
+            return joint_step(self._task(), self.context, self.head, self.batch, self.average, LearnConfig()).prompt
 
 
 def memory(stage: int, classes: int, ours: bool, chunk: int | None) -> None:
-    """Print the extra memory of one step, the making of the encoder included; a step over a few classes comes first, so
-    that libraries are loaded."""
+    """Print the extra memory of one step, including the preparation of the encoder."""
     model = load_model("ViT-B-16-quickgelu", "random", device="cpu")
 
     def job(classes: int) -> None:
@@ -127,24 +130,24 @@ def memory(stage: int, classes: int, ours: bool, chunk: int | None) -> None:
         bench.prepare()
         bench.stage1() if stage == 1 else bench.stage2()
 
-    job(4)
+    job(4)  # loads libraries, whose memory is not counted
     print(json.dumps({"mb": extra_memory(lambda: job(classes))}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk", type=int, default=14, help="classes per chunk, in chunked mode")
-    parser.add_argument("--stage1-classes", type=int, default=40, help="the plain forward needs about 0.3 GB per class")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that are counted, after one that is not")
-    parser.add_argument("--small", action="store_true", help="a tenth of the classes: to see that the script runs")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--chunk", type=int, default=14, help="classes per chunk")
+    parser.add_argument("--stage1-classes", type=int, default=40, help="classes of stage 1 (plain: 0.3 GB per class)")
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds, after one that is not counted")
+    parser.add_argument("--small", action="store_true", help="use a tenth of the classes, to test the script")
     parser.add_argument("--memory", nargs=4, metavar=("STAGE", "CLASSES", "OURS", "CHUNK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory:
-        stage, classes, fast, chunk = map(int, options.memory)
-        memory(stage, classes, bool(fast), chunk or None)
+        stage, classes, use_ours, chunk = map(int, options.memory)
+        memory(stage, classes, bool(use_ours), chunk or None)
         return
 
     model = load_model("ViT-B-16-quickgelu", "random", device="cpu")
@@ -166,7 +169,7 @@ def main() -> None:
         return float(in_own_process(__file__, "--threads", str(options.threads), "--memory", *arguments)["mb"])
 
     def compare(field: str, over: Callable[[], object], under: Callable[[], object], divisor: float = 1) -> None:
-        """Report the ratio of two jobs' times."""
+        """Print and store the ratio of two jobs' times, divided by `divisor`."""
         seconds = interleaved({"over": over, "under": under}, rounds=options.rounds)
         ratios = [a / b / divisor for a, b in zip(seconds["over"], seconds["under"], strict=True)]
         result[field], result[f"{field}_range"] = statistics.median(ratios), [min(ratios), max(ratios)]
@@ -174,8 +177,8 @@ def main() -> None:
         print(f"{field}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
 
     plain, ours = make(few, ours=False), make(few)
-    wanted = plain.stage2()
-    result["stage2_gradient_difference"] = ((wanted - ours.stage2()).norm() / wanted.norm()).item()
+    expected = plain.stage2()
+    result["stage2_gradient_difference"] = ((expected - ours.stage2()).norm() / expected.norm()).item()
     compare("stage2_speedup", plain.stage2, ours.stage2)
     plain, ours_1 = make(first, ours=False), make(first)
     compare("stage1_speedup", plain.stage1, ours_1.stage1)
@@ -183,15 +186,16 @@ def main() -> None:
     long = make(many)
     compare("growth_1000_over_100", long.stage2, ours.stage2, divisor=many / few)
     del long, ours
-    whole, chunked = make(most), make(most, chunk=options.chunk)
-    compare("chunked_time_ratio", chunked.stage2, whole.stage2)
-    del whole, chunked
+    unchunked, chunked = make(most), make(most, chunk=options.chunk)
+    compare("chunked_time_ratio", chunked.stage2, unchunked.stage2)
+    del unchunked, chunked
 
     plain_mb, ours_mb = mb(2, few, 0), mb(2, few, 1)
     result["stage2_plain_mb"], result["stage2_mb"] = plain_mb, ours_mb
     result["stage2_memory_ratio"] = plain_mb / ours_mb
     result["chunked_extra_mb"] = mb(2, most, 1, options.chunk)
-    print(f"extra memory: 1/{plain_mb / ours_mb:.1f}; chunked {result['chunked_extra_mb']:.0f} MB")
+    print(f"memory of stage 2: the packed forward pass needs 1/{plain_mb / ours_mb:.1f} of the plain one's")
+    print(f"memory of stage 2 in chunks, {most:,} classes: {result['chunked_extra_mb']:.0f} MB")
     if options.json:
         print(json.dumps(result))
 

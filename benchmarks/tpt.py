@@ -1,8 +1,9 @@
-"""TPT for one image, the plain way against ours: time and memory, as ratios in one run, and the same probabilities.
+"""Compare selftpt's TPT with a plain implementation: time and memory for one image.
 
-ViT-B/16's text tower with random weights, fp32, 100 classes; the features of the image's 64 views are random unit
-vectors. The plain way is that of the public program: a walk over all 77 positions with a graph, back, a step of AdamW,
-and a second walk. What either does once a class list is not in its time, but is in its memory.
+The plain implementation works like TPT's public code: a text forward pass over all 77 positions, a backward pass, a
+step of AdamW, and a second forward pass. The model is the text tower of ViT-B/16 with random weights, in fp32, with 100
+classes. The features of the image's 64 views are random. What is computed once per class list counts for the memory,
+but not for the time. The script checks that both implementations give the same probabilities.
 """
 
 from __future__ import annotations
@@ -19,88 +20,94 @@ from torch import Tensor
 
 from selftpt.methods.tpt import TptConfig, tuner
 from selftpt.models import Model, load_model
+from selftpt.models.tokenizer import end_ids
 
 CLASSES = 100
 
 
 class PlainTPT:
-    """One prompt, tuned and put back for every image; open_clip's own modules over every position."""
+    """Plain TPT: the prompt is reset for every image, and open_clip's modules compute all positions."""
 
     def __init__(self, model: Model, names: Sequence[str], config: TptConfig) -> None:
         self.clip, self.scale, self.config = model.clip, model.scale, config
         tokenizer = model.text.tokenizer
         words = tokenizer.encode(config.words)
-        self.ids = torch.tensor(
-            [tokenizer.add_special_tokens([*words, *tokenizer.encode(name), *tokenizer.encode(".")]) for name in names]
-        )
-        embedded = self.clip.token_embedding(self.ids).detach()
-        self.begin = embedded[0, 1 : 1 + len(words)].clone()
-        self.before, self.after = embedded[:, :1], embedded[:, 1 + len(words) :]
+        sentences = [tokenizer.add_special_tokens([*words, *ids]) for ids in end_ids(tokenizer, names)]
+        self.ids = torch.tensor(sentences)
+        embeddings = self.clip.token_embedding(self.ids).detach()
+        self.initial_prompt = embeddings[0, 1 : 1 + len(words)].clone()
+        self.before, self.after = embeddings[:, :1], embeddings[:, 1 + len(words) :]
 
     def logits(self, prompt: Tensor, views: Tensor) -> Tensor:
+        """Return the logits [V, C] of views [V, D] with a prompt [M, width]."""
         x = torch.cat([self.before, prompt.expand(len(self.ids), -1, -1), self.after], 1)
         x = self.clip.transformer(x + self.clip.positional_embedding, attn_mask=self.clip.attn_mask)
         x = self.clip.ln_final(x)[torch.arange(len(x)), self.ids.argmax(-1)] @ self.clip.text_projection
         return self.scale * views @ F.normalize(x, dim=-1).t()
 
-    def __call__(self, shown: Tensor) -> Tensor:
-        s, answers = self.config, []
-        for views in shown:
-            prompt = self.begin.clone().requires_grad_()
-            optimizer = torch.optim.AdamW([prompt], lr=s.lr, weight_decay=s.weight_decay)
-            p = self.logits(prompt, views).softmax(-1)
-            entropy = torch.special.entr(p).sum(-1)
-            chosen = entropy.argsort()[: int(len(views) * s.confidence_ratio)]
-            torch.special.entr(p[chosen].mean(0)).sum().backward()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return the probabilities [N, C] of images, given as features of their views [N, V, D]."""
+        config, results = self.config, []
+        for views in images:
+            prompt = self.initial_prompt.clone().requires_grad_()
+            optimizer = torch.optim.AdamW([prompt], lr=config.lr, weight_decay=config.weight_decay)
+            probabilities = self.logits(prompt, views).softmax(-1)
+            entropy = torch.special.entr(probabilities).sum(-1)
+            selected = entropy.argsort()[: int(len(views) * config.confidence_ratio)]
+            torch.special.entr(probabilities[selected].mean(0)).sum().backward()
             optimizer.step()
             with torch.no_grad():
-                answers.append(self.logits(prompt, views[:1])[0].softmax(-1))
-        return torch.stack(answers)
+                results.append(self.logits(prompt, views[:1])[0].softmax(-1))
+        return torch.stack(results)
 
 
-def make(model: Model, way: str, classes: int) -> Callable[[Tensor], Tensor]:
-    settings, names = TptConfig(), class_names(classes)
-    if way == "plain":
-        return PlainTPT(model, names, settings)
-    return tuner(model, names, model.text.embed_words(settings.words), settings)
+def make_tpt(model: Model, implementation: str, classes: int) -> Callable[[Tensor], Tensor]:
+    """Return an implementation of TPT: a function of the features of views [N, V, D]."""
+    config, names = TptConfig(), class_names(classes)
+    if implementation == "plain":
+        return PlainTPT(model, names, config)
+    return tuner(model, names, model.text.embed_words(config.words), config)
 
 
-def image(model: Model) -> Tensor:
-    """Unit features [1, 64, D]."""
-    drawn = torch.randn(1, TptConfig().views, model.dimension, generator=torch.Generator().manual_seed(0))
-    return F.normalize(drawn, dim=-1)
+def random_views(model: Model) -> Tensor:
+    """Return L2-normalised features of the views of one image [1, 64, D]."""
+    features = torch.randn(1, TptConfig().views, model.dimension, generator=torch.Generator().manual_seed(0))
+    return F.normalize(features, dim=-1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--threads", type=int, default=1, help="two wait for each other on a busy machine")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds that are counted, after one that is not")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object on the last line")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of torch; several wait for each other on a busy machine"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="counted rounds, after one that is not counted")
     parser.add_argument("--memory", choices=["plain", "ours"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model("ViT-B-16", "random", device="cpu")
-    shown = image(model)
+    views = random_views(model)
     if options.memory:
-        make(model, options.memory, 4)(shown)  # so that libraries are loaded
-        print(json.dumps({"mb": extra_memory(lambda: make(model, options.memory, CLASSES)(shown))}))
+        make_tpt(model, options.memory, 4)(views)  # loads libraries, whose memory is not counted
+        print(json.dumps({"mb": extra_memory(lambda: make_tpt(model, options.memory, CLASSES)(views))}))
         return
 
-    ways = "plain", "ours"
-    answers: dict[str, Tensor] = {}
+    implementations = "plain", "ours"
+    probabilities: dict[str, Tensor] = {}
 
-    def job(way: str) -> Callable[[], None]:
-        tune = make(model, way, CLASSES)
-        return lambda: answers.update({way: tune(shown)})
+    def job(implementation: str) -> Callable[[], None]:
+        tpt = make_tpt(model, implementation, CLASSES)
+        return lambda: probabilities.update({implementation: tpt(views)})
 
-    seconds = interleaved({way: job(way) for way in ways}, options.rounds)
-    difference = (answers["plain"] - answers["ours"]).abs().max().item()
+    seconds = interleaved({implementation: job(implementation) for implementation in implementations}, options.rounds)
+    difference = (probabilities["plain"] - probabilities["ours"]).abs().max().item()
     plain = PlainTPT(model, class_names(CLASSES), TptConfig())
     with torch.no_grad():
-        untuned = (answers["plain"] - plain.logits(plain.begin, shown[0, :1]).softmax(-1)).abs().max()
-    assert difference < 1e-3 * untuned.item(), f"they differ by {difference}; tuning moves them by {untuned.item()}"
+        untuned = plain.logits(plain.initial_prompt, views[0, :1]).softmax(-1)
+    change = (probabilities["plain"] - untuned).abs().max().item()
+    assert difference < 1e-3 * change, f"the results differ by {difference}, and tuning changes them by {change}"
     arguments = "--threads", str(options.threads), "--memory"
-    mb = {way: float(in_own_process(__file__, *arguments, way)["mb"]) for way in ways}
+    mb = {name: float(in_own_process(__file__, *arguments, name)["mb"]) for name in implementations}
     result = {
         "threads": options.threads,
         "classes": CLASSES,
@@ -111,10 +118,11 @@ def main() -> None:
         "mb": mb["ours"],
         "memory_ratio": mb["plain"] / mb["ours"],
         "difference": difference,
-        "moved_by_tuning": untuned.item(),
+        "moved_by_tuning": change,
     }
-    told = f"{result['speedup']:.1f} times faster, 1/{result['memory_ratio']:.1f} of the memory"
-    print(f"a image, {CLASSES} classes: {told}")
+    print(f"TPT for one image and {CLASSES} classes, compared with the plain implementation:")
+    print(f"  {result['speedup']:.1f} times the speed, 1/{result['memory_ratio']:.1f} of the memory")
+    print(f"  largest difference of a probability: {difference:.1e} (tuning changes probabilities by {change:.1e})")
     if options.json:
         print(json.dumps(result))
 

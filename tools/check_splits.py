@@ -1,4 +1,4 @@
-"""Published split files against the published counts: `python tools/check_splits.py --data DIR`."""
+"""Compare split files with the published counts of images: python tools/check_splits.py --data DIR"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from selftpt.data.datasets import DATASETS, half
 from selftpt.data.datasets.splits import read_rows, to_sources
 from selftpt.errors import SelfTPTError, exit_on_error
 
-BASE_AND_NEW = {  # test pictures of the first and the second half of the classes
+BASE_AND_NEW = {  # published numbers of test images of the base and of the new classes
     "caltech101": (1549, 916),
     "oxford_pets": (1881, 1788),
     "stanford_cars": (4002, 4039),
@@ -22,7 +22,7 @@ BASE_AND_NEW = {  # test pictures of the first and the second half of the classe
 
 
 def split_files(data: Path) -> dict[str, Path]:
-    """The split file of each dataset; where that was trimmed to the pictures there, the whole one is in full/."""
+    """Return the split file of each dataset; of a reduced dataset, the complete split file in its folder full/."""
     files = {}
     for name, spec in DATASETS.items():
         folder = data / spec.folder
@@ -33,28 +33,28 @@ def split_files(data: Path) -> dict[str, Path]:
 
 
 def check(name: str, file: Path) -> bool:
-    """Print a split's counts beside the published ones; whether they are equal."""
+    """Print the counts of a split and the published ones, and return whether they are equal."""
     sources = to_sources(file, file.parent, read_rows(file, "train", "val", "test"))
     test = sources[2]
-    found = len(test.names), *(len(source.paths) for source in sources)
+    counts = len(test.names), *(len(source.paths) for source in sources)
     halves = len(half(test, new=False).paths), len(half(test, new=True).paths)
-    same = found == DATASETS[name].size and halves == BASE_AND_NEW.get(name, halves)
+    equal = counts == DATASETS[name].size and halves == BASE_AND_NEW.get(name, halves)
     print(f"{name}: {file}")
-    print(f"  classes, train, val, test: {found}, published {tuple(DATASETS[name].size)}")
-    print(f"  test pictures of base and new classes: {halves}, published {BASE_AND_NEW.get(name, 'unknown')}")
-    print("  equal" if same else "  DIFFERENT")
-    return same
+    print(f"  classes, train, val, test: {counts}, published {tuple(DATASETS[name].size)}")
+    print(f"  test images of base and new classes: {halves}, published {BASE_AND_NEW.get(name, 'unknown')}")
+    print("  equal" if equal else "  DIFFERENT")
+    return equal
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="the folder that the datasets lie in")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the datasets, in CoOp's layout")
     data = parser.parse_args().data
     files = split_files(data)
     if not files:
-        raise SelfTPTError(f"there is no split file below {data}: name the folder that the datasets lie in by --data")
-    same = [check(name, file) for name, file in files.items()]
-    return 0 if all(same) else 1
+        raise SelfTPTError(f"{data} contains no split file: pass the folder of the datasets with --data")
+    equal = [check(name, file) for name, file in files.items()]
+    return 0 if all(equal) else 1
 
 
 if __name__ == "__main__":
