@@ -137,6 +137,20 @@ def test_invalid_descriptor_files_are_refused(wrong: str, tmp_path: Path) -> Non
         classifier(path)
 
 
+def test_lines_with_descriptions_equal_json(tmp_path: Path) -> None:
+    lines, as_json = tmp_path / "lines.txt", tmp_path / "same.json"
+    lines.write_text("cat: red fur\nred kite: wide: wings\n\ncat: whiskers\n")
+    as_json.write_text(json.dumps({"cat": ["red fur", "whiskers"], "red kite": ["wide: wings"]}))
+    names = ["cat", "red kite"]
+    assert torch.equal(classifier(lines, names).weights, classifier(as_json, names).weights)
+    lines.write_text("cat: red fur\nred kite\n")
+    with pytest.raises(SelfTPTError, match="lacks: 'red kite'"):
+        classifier(lines, names)
+    lines.write_bytes(b"cat: \xff")
+    with pytest.raises(SelfTPTError, match=r"lines\.txt must be a text file in UTF-8"):
+        classifier(lines, names)
+
+
 def test_missing_descriptors_are_refused(tmp_path: Path, file: Path) -> None:
     with pytest.raises(SelfTPTError, match="--set descriptors=FILE_OR_FOLDER"):
         VISDESC.fit(FitContext(model()), VisDescConfig())
@@ -198,3 +212,10 @@ def test_predict_command_runs_visdesc(run: Run, file: Path, tmp_path: Path) -> N
     answer = run(*command, "--set", f"descriptors={file}", "--json")
     assert answer.code == 0, answer.err
     assert len(answer.out.splitlines()) == 9
+    names = tmp_path / "names.txt"
+    names.write_text("cat: whiskers\ncat: a tail\nred kite: wings\n")
+    by_set = tmp_path / "same.json"
+    by_set.write_text(json.dumps({"cat": ["whiskers", "a tail"], "red kite": ["wings"]}))
+    expected = run(*command, "--set", f"descriptors={by_set}", "--json").out
+    command = ["predict", photos, "--method", "visdesc", "--model", weights, "--names-file", names, "--json"]
+    assert run(*command).out == expected

@@ -1,6 +1,7 @@
 """VisDesc: the score of a class is the mean cosine between the image and sentences that describe the class.
 
-The user provides the descriptors: a JSON file that maps class names to lists of descriptors, or a folder of such files.
+The user provides the descriptors: a JSON file that maps class names to lists of descriptors, a folder of such files, or
+a text file with lines `name: descriptor`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from selftpt.methods.method import FittedMethod, Method
 from selftpt.models import Model
 from selftpt.models.text import encode_sentences
 from selftpt.models.tokenizer import ClassTokens, class_tokens, clean_name
+from selftpt.names import parse_names
 
 SHOWN = 5  # maximum number of missing class names in an error message
 
@@ -35,7 +37,10 @@ class VisDescConfig(Config):
     """The location of the descriptors."""
 
     descriptors: str = setting(
-        "", "JSON file that maps class names to lists of descriptors, or a folder of such files", local=True
+        "",
+        "JSON file that maps class names to lists of descriptors, a folder of such files, or a text file with lines "
+        "`name: descriptor`",
+        local=True,
     )
 
 
@@ -107,17 +112,26 @@ def mean_vectors(model: Model, classes: ClassTokens, before: str, tails: Sequenc
 
 
 def read_descriptors(path: Path) -> Descriptors:
-    """Read a file of descriptors.
+    """Read a file of descriptors: JSON if it starts with `{` or `[`, and otherwise lines `name: descriptor`.
+
+    Returns:
+        The descriptors of each class.
 
     Raises:
         SelfTPTError: The file cannot be read, or is not a valid file of descriptors.
     """
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        is_json = text.lstrip().startswith(("{", "["))
+        found: Any = json.loads(text) if is_json else parse_names(text)[1]
     except OSError as error:
         raise SelfTPTError(f"cannot read the descriptors {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise SelfTPTError(f"{path} must be a text file in UTF-8: {error}") from error
     except ValueError as error:
         raise SelfTPTError(f"{path} is not a valid JSON file: {error}") from error
+    if not found and not is_json:
+        raise SelfTPTError(f"{path} has no descriptors: give a JSON object, or lines `name: descriptor`")
     return {key(name): descriptors for name, descriptors in check_descriptors(found, str(path)).items()}
 
 
