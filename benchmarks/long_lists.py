@@ -56,7 +56,7 @@ def time_step(model: Model, stage: int, count: int) -> dict[str, float]:
     hand_crafted = encode_template(model.text, tokens, contrast.template, chunk)
     encoder = TextEncoder(model.text, tokens, len(prompt.context), contrast.learned, chunk=chunk)
     begin = time.perf_counter()
-    contrast_step(Task(encoder, hand_crafted, tokens.same, contrast), prompt.context, head)
+    contrast_step(Task(encoder, hand_crafted, tokens.name_ids, contrast), prompt.context, head)
     seconds = time.perf_counter() - begin
     z = F.normalize(torch.randn(4, count, len(head.w2)), dim=-1).requires_grad_()
     begin = time.perf_counter()

@@ -92,7 +92,7 @@ def cpt_after(bench: Bench, prompt: Prompt, names: tuple[str, ...], steps: int, 
     model, config, context = bench.model, prompt.contrast, prompt.context.clone()
     tokens = class_tokens(model.text.tokenizer, names, len(context), config)
     hand_crafted = encode_template(model.text, tokens, config.template) if "hand_crafted" in config.views else None
-    task = Task(TextEncoder(model.text, tokens, len(context), config.learned), hand_crafted, tokens.same, config)
+    task = Task(TextEncoder(model.text, tokens, len(context), config.learned), hand_crafted, tokens.name_ids, config)
     for _ in range(steps):
         context -= lr * contrast_step(task, context, Head(*prompt.head))[1]
     return contrast_step(task, context, Head(*prompt.head))[0]

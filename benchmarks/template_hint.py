@@ -1,9 +1,9 @@
 """Measure the entropy of predictions, and the accuracy with a general template and with a template of the domain.
 
-`selftpt classify` suggests a template if the mean normalised entropy of the predictions is above a threshold. The
-threshold was chosen by the output of this script. For each dataset it prints the mean normalised entropy with the
-general template, and the top-1 accuracy (%) with the general template and with the template of the dataset, for
-zero-shot and for the embedded prompt, adapted to the class names.
+`selftpt classify` suggests a template if the mean normalised entropy of the predictions over at least eight images is
+above a threshold. The threshold was chosen from the output of this script. For each dataset it prints the mean
+normalised entropy with the general template, and the top-1 accuracy (%) with the general template and with the template
+of the dataset, for zero-shot and for the embedded prompt, adapted to the class names.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from selftpt.models import load_model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Measure the entropy of predictions, and the accuracy of templates.")
     parser.add_argument("--data", type=Path, required=True, help="folder with the datasets of `selftpt datasets`")
     parser.add_argument("--limit", type=int, default=300, help="test images per dataset")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -36,7 +37,8 @@ def main() -> None:
     for name in DATASETS:
         try:
             data = read_dataset(name, options.data)
-        except SelfTPTError:
+        except SelfTPTError as error:
+            print(f"skipped {name}: {error}", file=sys.stderr)
             continue
         test = limit(data.test, options.limit)
         classifiers = {
@@ -56,10 +58,14 @@ def main() -> None:
 
 
 def evaluate(classifier: Classifier, test: Source) -> tuple[float, float]:
-    """Return the mean normalised entropy of the predictions and the top-1 accuracy (%)."""
-    probabilities = classifier.predict_proba(test.paths)
-    correct = torch.from_numpy(probabilities).argmax(1) == torch.tensor(test.labels)
-    return statistics.fmean(map(normalised_entropy, probabilities.tolist())), 100 * correct.double().mean().item()
+    """Return the mean normalised entropy of the predictions and the top-1 accuracy (%) of the readable images."""
+    probabilities = torch.from_numpy(classifier.predict_proba(test.paths))
+    readable = ~probabilities.isnan().any(1)
+    if not readable.any():
+        raise SelfTPTError(f"none of the {len(test.paths)} test images, such as {test.paths[0]}, could be read")
+    correct = (probabilities.argmax(1) == torch.tensor(test.labels))[readable]
+    entropies = map(normalised_entropy, probabilities[readable].tolist())
+    return statistics.fmean(entropies), 100 * correct.double().mean().item()
 
 
 if __name__ == "__main__":

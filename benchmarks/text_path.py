@@ -44,7 +44,7 @@ def class_names(count: int) -> list[str]:
 class PlainEncoder:
     """The plain forward pass: open_clip's modules on the embeddings of all positions."""
 
-    unchunked = True
+    single_pass = True
     views: tuple[View, ...] = VIEWS
 
     def __init__(self, model: Model, tokens: ClassTokens, length: int) -> None:
@@ -101,12 +101,12 @@ class Bench:
             hand_crafted = encode_template(self.model.text, self.tokens, "a photo of a {}.", self.chunk)
         else:
             self.encoder = PlainEncoder(self.model, self.tokens, 4)  # type: ignore[assignment]
-        self.task = Task(self.encoder, hand_crafted, self.tokens.same, ContrastConfig())
+        self.task = Task(self.encoder, hand_crafted, self.tokens.name_ids, ContrastConfig())
 
     def _task(self) -> Task:
         """Return the task of a step; the plain forward pass computes the hand-crafted view again."""
         if isinstance(self.encoder, PlainEncoder):
-            return Task(self.encoder, self.encoder.hand_crafted(), self.tokens.same, ContrastConfig())
+            return Task(self.encoder, self.encoder.hand_crafted(), self.tokens.name_ids, ContrastConfig())
         return self.task
 
     def stage2(self) -> Tensor:
@@ -116,9 +116,13 @@ class Bench:
     def stage1(self) -> Tensor:
         """Return the gradient of a step of stage 1."""
         if self.ours:
-            return joint_step(self.task, self.context, self.head, self.batch, self.average, LearnConfig()).prompt
+            return joint_step(
+                self.task, self.context, self.head, self.batch, self.average, LearnConfig()
+            ).prompt_gradient
         with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-            return joint_step(self._task(), self.context, self.head, self.batch, self.average, LearnConfig()).prompt
+            return joint_step(
+                self._task(), self.context, self.head, self.batch, self.average, LearnConfig()
+            ).prompt_gradient
 
 
 def memory(stage: int, classes: int, ours: bool, chunk: int | None) -> None:

@@ -18,7 +18,7 @@ from measure import extra_memory, in_own_process, interleaved, ratio
 from text_path import class_names
 from torch import Tensor
 
-from selftpt.methods.tpt import TptConfig, tuner
+from selftpt.methods.tpt import TptConfig, make_tuner
 from selftpt.models import Model, load_model
 from selftpt.models.tokenizer import end_ids
 
@@ -66,7 +66,7 @@ def make_tpt(model: Model, implementation: str, classes: int) -> Callable[[Tenso
     config, names = TptConfig(), class_names(classes)
     if implementation == "plain":
         return PlainTPT(model, names, config)
-    return tuner(model, names, model.text.embed_words(config.words), config)
+    return make_tuner(model, names, model.text.embed_words(config.words), config)
 
 
 def random_views(model: Model) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.commands import Answer, Run
+from tests.helpers.commands import CommandResult, Run
 
 torch.set_num_threads(1)
 
@@ -28,11 +28,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Return a function that runs a selftpt command in this process."""
     from selftpt import cli
 
-    def call(*arguments: str | Path, stdin: str = "") -> Answer:
+    def call(*arguments: str | Path, stdin: str = "") -> CommandResult:
         monkeypatch.setattr(sys, "argv", ["selftpt", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         with pytest.raises(SystemExit) as stop:
             cli.main()
-        return Answer(int(stop.value.code or 0), *capsys.readouterr())
+        return CommandResult(int(stop.value.code or 0), *capsys.readouterr())
 
     return call

@@ -1,8 +1,8 @@
 """Mutation fuzzing of the files that selftpt writes: `python -m tests.fuzz --kind files --n 5000 --seed 1`.
 
-A mutated file must give a one-line error, be set aside with a warning and not affect the result, or give the same
-result as the valid file. A file whose digests were recomputed after the change, as an attacker would do, may give
-another result. No file may cause a traceback.
+A mutated file must give a one-line error or the same result as the valid file. Checkpoints and caches must be
+recovered from instead, with a warning. A records file may lose or repeat records. A file whose digests were recomputed
+after the change, as an attacker would do, may give another result. No file may cause a traceback.
 
 To add a kind of file, add an entry to `KINDS`.
 """
@@ -35,7 +35,7 @@ NAMES = ["red fox", "blue whale", "kite"]
 class FileKind:
     """A kind of file.
 
-    Args:
+    Attributes:
         make: Writes a valid file and everything that it needs to an empty folder, and returns its path.
         use: Uses the file and returns a JSON value that represents the result.
         recovers: Whether the program must continue without the file if it is damaged.
@@ -165,7 +165,7 @@ def use_features(path: Path) -> Any:
     return bits(provider(images))
 
 
-def fitting(method: str, folder: Path | None) -> Any:
+def fit_on_features(method: str, folder: Path | None) -> Any:
     """Fit a method on features in memory."""
     import torch
 
@@ -183,18 +183,18 @@ def fitting(method: str, folder: Path | None) -> Any:
 
 
 def make_learned(folder: Path) -> Path:
-    fitting("kgcoop", folder)
+    fit_on_features("kgcoop", folder)
     (file,) = folder.glob("*.safetensors")
     return file
 
 
 def use_learned(path: Path) -> Any:
-    return {name: bits(tensor) for name, tensor in fitting("kgcoop", path.parent).tensors.items()}
+    return {name: bits(tensor) for name, tensor in fit_on_features("kgcoop", path.parent).tensors.items()}
 
 
 def make_fitted(method: str, folder: Path) -> Path:
     path = folder / "fitted.safetensors"
-    fitting(method, None).save(path)
+    fit_on_features(method, None).save(path)
     return path
 
 
@@ -239,14 +239,14 @@ def use_records(path: Path) -> Any:
     return Runs(path.parent).records
 
 
-def some_of(found: Any, expected: Any) -> bool:
+def is_subset(found: Any, expected: Any) -> bool:
     """Accept missing and repeated records, because the loss or repetition of a complete line cannot be detected."""
     return all(record in expected for record in found)
 
 
 KINDS = {
     "prompt": FileKind(make_prompt, use_prompt),
-    "inspected": FileKind(make_prompt, inspect),
+    "inspect": FileKind(make_prompt, inspect),
     "classifier": FileKind(make_classifier, use_classifier),
     "checkpoint": FileKind(make_checkpoint, use_checkpoint, recovers=True),
     "features": FileKind(make_features, use_features, recovers=True),
@@ -254,7 +254,7 @@ KINDS = {
     "cocoop": FileKind(functools.partial(make_fitted, "cocoop"), use_fitted),
     "ship": FileKind(functools.partial(make_fitted, "ship"), use_fitted),
     "self-tpt": FileKind(functools.partial(make_fitted, "self-tpt"), use_fitted),
-    "records": FileKind(make_records, use_records, accepts=some_of),
+    "records": FileKind(make_records, use_records, accepts=is_subset),
 }
 
 
@@ -264,7 +264,7 @@ def bits(tensor: Any) -> str:
 
 # Mutations of the content of a safetensors file; mutations of any file are in tests.fuzz
 
-TEXTS = {  # JSON texts that `json.dumps` does not write
+TEXTS = {  # placeholders that `dumps` replaces by unusual or invalid JSON
     "@huge": "9" * 6000,
     "@long": "9" * 400,
     "@infinite": "1e999",
@@ -289,7 +289,7 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def edit(rng: random.Random, value: Any) -> None:
-    """Change, remove, rename, exchange or add an entry somewhere in a JSON value."""
+    """Change, remove, rename, swap or add an entry somewhere in a JSON value."""
     places: list[tuple[Any, Any]] = []
     waiting = [value]
     while waiting:
@@ -298,11 +298,11 @@ def edit(rng: random.Random, value: Any) -> None:
         places += [(inner, key) for key in keys]
         waiting += [inner[key] for key in keys if isinstance(inner[key], dict | list)]
     where, key = rng.choice(places)
-    action = rng.choice(["change", "change", "change", "remove", "rename", "exchange", "add", "count"])
+    action = rng.choice(["change", "change", "change", "remove", "rename", "swap", "add", "count"])
     other = rng.choice(list(where) if isinstance(where, dict) else range(len(where)))
     if action == "remove":
         del where[key]
-    elif action == "exchange":
+    elif action == "swap":
         where[key], where[other] = where[other], where[key]
     elif action == "add" or (action == "rename" and isinstance(where, list)):
         where.update({"unknown": 1}) if isinstance(where, dict) else where.append(rng.choice(VALUES))
@@ -324,14 +324,14 @@ class Parts:
     body: bytes
 
     @classmethod
-    def of(cls, data: bytes) -> Parts:
+    def from_bytes(cls, data: bytes) -> Parts:
         (length,) = struct.unpack_from("<Q", data)
         layout = json.loads(data[8 : 8 + length])
         metadata = layout.pop("__metadata__")
         digest, text = metadata["selftpt"].split(" ", 1)
         return cls(layout, json.loads(text), digest, data[8 + length :])
 
-    def sign(self) -> None:
+    def update_digests(self) -> None:
         """Recompute the digests, and the data types and shapes in the header, from the layout and the data."""
         for name, entry in self.layout.items():
             try:
@@ -344,7 +344,7 @@ class Parts:
             self.header["tensors"] = {name: self.header["tensors"].get(name) for name in self.layout}
         self.digest = sha256(dumps(self.header).encode())
 
-    def join(self) -> bytes:
+    def to_bytes(self) -> bytes:
         content = {"__metadata__": {"selftpt": f"{self.digest} {dumps(self.header)}".lstrip()}, **self.layout}
         head = dumps(content, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)
@@ -382,7 +382,7 @@ def edit_shapes(rng: random.Random, parts: Parts) -> None:
         entry["dtype"] = rng.choice(["I32", "F16", "F64", "U8", "BOOL"])
 
 
-def exchange_tensors(rng: random.Random, parts: Parts) -> None:
+def swap_tensors(rng: random.Random, parts: Parts) -> None:
     first, second = (rng.choice(list(parts.layout)) for _ in range(2))
     parts.layout[first], parts.layout[second] = parts.layout[second], parts.layout[first]
 
@@ -404,7 +404,7 @@ def resize_tensor(rng: random.Random, parts: Parts) -> None:
         other["data_offsets"] = [at + moved if at >= stop else at for at in other["data_offsets"]]
 
 
-def unsign(rng: random.Random, parts: Parts) -> None:
+def remove_digests(rng: random.Random, parts: Parts) -> None:
     """Partly turn the file into one of format 1, which has no digests."""
     if rng.random() < 0.5:
         parts.header["format"] = 1
@@ -416,11 +416,11 @@ def other_kind(rng: random.Random, parts: Parts) -> None:
     parts.header["kind"] = rng.choice(["prompt", "classifier", "checkpoint", "features", "a\nb", 3])
 
 
-INNER = [
-    *(edit_header, edit_header, edit_header, edit_layout, edit_layout, edit_numbers, edit_shapes, exchange_tensors),
-    *(resize_tensor, unsign, other_kind),
+STRUCTURE_MUTATIONS = [
+    *(edit_header, edit_header, edit_header, edit_layout, edit_layout, edit_numbers, edit_shapes, swap_tensors),
+    *(resize_tensor, remove_digests, other_kind),
 ]
-OUTER = [flip, flip, cut, repeat, remove, noise, join, same]
+BYTE_MUTATIONS = [flip, flip, cut, repeat, remove, noise, join, same]
 
 
 def edit_line(rng: random.Random, data: bytes, _: list[bytes]) -> bytes:
@@ -444,45 +444,45 @@ def valid_files(folder: Path) -> dict[str, Path]:
     """Return the valid file of each kind; create those that an earlier worker did not create."""
     made = {}
     for name, kind in KINDS.items():
-        own, note = folder / name, folder / f"{name}.path"
-        if not note.exists():
-            shutil.rmtree(own, ignore_errors=True)
-            own.mkdir()
-            note.write_text(str(kind.make(own)))
-        made[name] = Path(note.read_text())
+        kind_folder, path_file = folder / name, folder / f"{name}.path"
+        if not path_file.exists():
+            shutil.rmtree(kind_folder, ignore_errors=True)
+            kind_folder.mkdir()
+            path_file.write_text(str(kind.make(kind_folder)))
+        made[name] = Path(path_file.read_text())
     return made
 
 
 def cases(folder: Path) -> Callable[[random.Random], Case]:
-    """Return a function that makes mutated files; `expected` is `unchanged`, `damaged` or `signed`."""
+    """Return a function that makes mutated files; `expected` is `unchanged`, `damaged` or `redigested`."""
     valid = {name: path.read_bytes() for name, path in valid_files(folder).items()}
 
     def make(rng: random.Random) -> Case:
         kind = rng.choice(list(KINDS))
-        data, mutations, signed = valid[kind], list[str](), False
+        data, mutations, redigested = valid[kind], list[str](), False
         others = list(valid.values())
         for _ in range(rng.choice([1, 1, 1, 2, 3])):
             if not data:
                 break
             if rng.random() < 0.5:
-                mutate = rng.choice(OUTER)
+                mutate = rng.choice(BYTE_MUTATIONS)
                 data = mutate(rng, data, others)
                 mutations.append(mutate.__name__)
             elif kind == "records":
                 data = edit_line(rng, data, others)
                 mutations.append("edit_line")
             else:
-                change, sign = rng.choice(INNER), rng.random() < 0.6
+                change, redigest = rng.choice(STRUCTURE_MUTATIONS), rng.random() < 0.6
                 try:
-                    parts = Parts.of(data)
+                    parts = Parts.from_bytes(data)
                     change(rng, parts)
-                    if sign:
-                        parts.sign()
-                    data, signed = parts.join(), signed or sign
+                    if redigest:
+                        parts.update_digests()
+                    data, redigested = parts.to_bytes(), redigested or redigest
                 except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError):
                     continue  # an earlier mutation left nothing to edit
-                mutations.append(f"{change.__name__}{', signed' if sign else ''}")
-        expected = "signed" if signed else "unchanged" if data == valid[kind] else "damaged"
+                mutations.append(f"{change.__name__}{', redigested' if redigest else ''}")
+        expected = "redigested" if redigested else "unchanged" if data == valid[kind] else "damaged"
         return Case(f"{kind}: {', '.join(mutations)}", kind, data, expected)
 
     return make
@@ -545,9 +545,9 @@ def judge(case: Case, path: Path, answer: Answer, stderr: str) -> str | None:
         if outcome != "changed" and not shown.isprintable():
             return f"not one line: {line!r}"
     if case.expected == "unchanged":
-        return None if outcome == "unchanged" else f"a valid file: {answer}"
+        return None if outcome == "unchanged" else f"an unchanged file was not accepted: {answer}"
     if case.expected == "damaged" and outcome == "changed":
-        return f"another answer: {answer['text']}"
+        return f"another result: {answer['text']}"
     if case.expected == "damaged" and outcome == "refused" and kind.recovers:
         return f"not recovered: {answer['text']}"
     return None

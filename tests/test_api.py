@@ -53,7 +53,7 @@ def test_examples_in_docstrings_run(module: str) -> None:
 
 
 def test_fit_accepts_sources_settings_and_initial_values(tmp_path: Path) -> None:
-    photos = make_photos(tmp_path / "photos", ("cat", "dog"), each=2)
+    photos = make_photos(tmp_path / "photos", ("cat", "dog"), per_class=2)
     settings = {"learn.epochs": 1, "learn.lr": 0.1}
     fitted = selftpt.fit("coop", model(), photos, settings=settings, folder=tmp_path / "out")
     assert (fitted.config.learn.epochs, fitted.config.learn.lr) == (1, 0.1)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from selftpt import adaptation
 from selftpt.files import read_file, write_tensors
-from tests.helpers.commands import Answer, Run, refused
+from tests.helpers.commands import CommandResult, Run, refused
 from tests.helpers.folders import make_model, make_photos
 
 
@@ -101,7 +101,7 @@ def test_contradictory_output_formats_are_refused(run: Run, files: Files) -> Non
 
 
 def test_table_csv_and_jsonl_have_the_same_content(run: Run, files: Files) -> None:
-    def predict(*more: str) -> Answer:
+    def predict(*more: str) -> CommandResult:
         return run(
             "predict",
             files.photos / "kite",
@@ -222,7 +222,7 @@ def test_random_weights_are_marked_in_all_outputs(run: Run, files: Files, tmp_pa
 
 def test_inspect_shows_the_content_of_a_file(run: Run, files: Files) -> None:
     shown = run("inspect", files.prompt).out
-    assert "a prompt" in shown
+    assert "prompt file, format 2, written by selftpt" in shown
     assert "context: 4 x 16" in shown
     assert "blue whale, kite, red fox" in shown
     header = json.loads(run("inspect", files.classifier, "--json").out)
@@ -238,7 +238,7 @@ def test_inspect_shows_whether_the_digest_was_verified(run: Run, files: Files, t
     assert "digest: verified" in run("inspect", files.prompt).out
     old = tmp_path / "old.safetensors"
     save_file({"w": torch.ones(2)}, old, {"selftpt": '{"format": 1, "kind": "thing"}'})
-    assert "digest: none, as in every file of format 1" in run("inspect", old).out
+    assert "digest: none (format 1 has none)" in run("inspect", old).out
     assert json.loads(run("inspect", old, "--json").out)["verified"] is False
     data = bytearray(files.prompt.read_bytes())
     data[-1] ^= 1
@@ -396,7 +396,7 @@ def test_duplicate_names_are_accepted_and_reported(run: Run, files: Files, tmp_p
 
 
 def test_invalid_sources_are_refused(run: Run, files: Files, tmp_path: Path) -> None:
-    def learn(folder: Path) -> Answer:
+    def learn(folder: Path) -> CommandResult:
         return run("learn", folder, "--out", tmp_path / "p", "--model", files.model, "--epochs", 1)
 
     refused(learn(tmp_path / "none"), "does not exist")
@@ -409,7 +409,7 @@ def test_invalid_sources_are_refused(run: Run, files: Files, tmp_path: Path) -> 
     (photos / "zebra" / "a.jpg").write_text("text")
     answer = learn(photos)
     refused(answer, "'zebra' has no image that can be read")
-    assert "note: left out" in answer.err
+    assert "note: skipped" in answer.err
     refused(learn(photos / "kite" / "0.png"), "is not a folder")
     assert not (tmp_path / "p").exists()
 
@@ -422,7 +422,7 @@ def test_unusable_images_are_reported(run: Run, files: Files, tmp_path: Path) ->
     text.write_text("I am no image")
     Image.new("1", (10_000, 10_000)).save(huge)
 
-    def predict(*images: Path, **_: object) -> Answer:
+    def predict(*images: Path, **_: object) -> CommandResult:
         return run("predict", *images, "--classifier", files.classifier, "--model", files.model, "--json")
 
     for bad, words in ((cut, "cut short"), (text, "not an image"), (huge, "100 megapixels")):
@@ -430,12 +430,12 @@ def test_unusable_images_are_reported(run: Run, files: Files, tmp_path: Path) ->
         refused(answer, words, str(bad))
         assert len(answer.err.splitlines()) == 1
     answer = predict(cut, text)
-    refused(answer, "none of the 2 images could be used")
-    assert sum(line.startswith("note: left out") for line in answer.err.splitlines()) == 2
+    refused(answer, "no image could be used (2 failed)")
+    assert sum(line.startswith("note: skipped") for line in answer.err.splitlines()) == 2
     answer = predict(cut, good, text)
     assert answer.code == 0
     assert [json.loads(line)["path"] for line in answer.out.splitlines()] == [str(good)]
-    assert "2 of 3 images were left out" in answer.err
+    assert "2 of 3 images were skipped" in answer.err
     raised = run(
         "predict", huge, "--classifier", files.classifier, "--model", files.model, "--json", "--max-megapixels", "101"
     )
@@ -493,7 +493,7 @@ def test_invalid_files_are_refused(run: Run, files: Files, tmp_path: Path) -> No
     refused(run("inspect", cut), "truncated")
     checkpoint = tmp_path / "some.checkpoint"
     write_tensors(checkpoint, "checkpoint", {}, {"epochs": 3})
-    assert "a checkpoint" in run("inspect", checkpoint).out
+    assert "checkpoint file, format" in run("inspect", checkpoint).out
     assert not out.exists()
 
 
@@ -537,7 +537,7 @@ def test_commands_work_without_a_home_folder(
 
 
 def test_invalid_models_are_refused(run: Run, files: Files, tmp_path: Path) -> None:
-    def learn(*arguments: str | Path) -> Answer:
+    def learn(*arguments: str | Path) -> CommandResult:
         return run("learn", files.photos, "--out", tmp_path / "p", *arguments)
 
     refused(learn("--model", "x" * 300, "--pretrained", "random"), "no model is called")
@@ -648,3 +648,11 @@ def test_closed_output_pipe_is_not_an_error_message(files: Files) -> None:
     assert process.wait() == 1
     assert process.stderr is not None
     assert process.stderr.read() == ""
+
+
+def test_words_of_an_error_are_not_found_in_notes() -> None:
+    """Otherwise `refused` would accept an error that lacks the words."""
+    result = CommandResult(2, "", "note: the cache is not used\nselftpt: there is no such file\n")
+    refused(result, "no such file")
+    with pytest.raises(AssertionError):
+        refused(result, "cache")

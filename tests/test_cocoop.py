@@ -14,7 +14,7 @@ from torch import Tensor
 from selftpt.config import TrainConfig
 from selftpt.losses import Head
 from selftpt.methods import cocoop as fast
-from selftpt.methods.cocoop import COCOOP, CocoopConfig, initial_network, prompts_of
+from selftpt.methods.cocoop import COCOOP, CocoopConfig, image_prompts, initial_meta_net
 from selftpt.models.text import TextEncoder
 from selftpt.models.tokenizer import tokenize
 from tests.helpers.methods import OTHERS, PLAIN, changed, check_method, learned, make_context, train_data, words
@@ -50,7 +50,7 @@ def test_prompts_of_images_equal_the_reference(count: int, length: int, seed: in
         random_tensor(length, 5),
         Head(random_tensor(3, 6), random_tensor(3), random_tensor(5, 3), random_tensor(5)),
     )
-    found = prompts_of(images, context, network)
+    found = image_prompts(images, context, network)
     for image, prompt in zip(images, found, strict=True):
         assert relative(prompt, cocoop.prompt_of(image, context, network)) < 1e-12
 
@@ -61,12 +61,12 @@ def test_loss_and_gradients_equal_the_reference(kind: str) -> None:
     model = small(kind, torch.float64)
     batch = batch_of(model, len(NAMES))
     parameters = [random_prompt(model, 3), *network_of(model)]
-    expected, gradients = cocoop.gradients(model, NAMES, parameters, batch.images, batch.labels, 1 / SCALE)
+    expected, gradients = cocoop.gradients(model, NAMES, parameters, batch.image_features, batch.labels, 1 / SCALE)
     text = model.model.text
     tokens = tokenize(NAMES, text.tokenizer, model.context)
     for chunk in (None, 2):
         encoder = TextEncoder(text, tokens, 3, ["end"], chunk=chunk)
-        value, found = fast.gradients(encoder, parameters, batch.images, batch.labels, SCALE)
+        value, found = fast.gradients(encoder, parameters, batch.image_features, batch.labels, SCALE)
         assert value.item() == pytest.approx(expected.item(), rel=1e-9)
         for one, other in zip(found, gradients, strict=True):
             assert other.norm() > 0
@@ -77,7 +77,7 @@ def test_loss_and_gradients_equal_the_reference(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["vit", "siglip"])
 def test_training_equals_plain_sgd_steps(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training starts from words and the random network. Then the probabilities for other class names are compared."""
-    monkeypatch.setattr(fast, "NARROWING", 4)  # otherwise the small model would have a single hidden unit
+    monkeypatch.setattr(fast, "REDUCTION", 4)  # otherwise the small model would have a single hidden unit
     settings = changed(CocoopConfig(), epochs=2, lr=0.02, warmup_lr=0.01)
     context, exact = make_context(tmp_path, kind), small(kind, torch.float64)
     names = [name.replace("_", " ") for name in context.source.names]
@@ -87,7 +87,7 @@ def test_training_equals_plain_sgd_steps(kind: str, tmp_path: Path, monkeypatch:
         return cocoop.gradients(exact, names, parameters, images, labels, tau)[1]
 
     d, width = exact.spec.dimension, exact.embedding.shape[1]
-    network = initial_network(d, width, torch.Generator().manual_seed(1))
+    network = initial_meta_net(d, width, torch.Generator().manual_seed(1))
     start = [words(exact, "a photo of a"), *network]
     features, labels = train_data(context, settings.learn)
     expected = minimise(start, gradients, features, labels, epochs=2, batch=1, lr=0.02, warmup=0.01)
@@ -104,7 +104,7 @@ def test_training_equals_plain_sgd_steps(kind: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("dimension", "hidden"), [(512, 32), (24, 1), (8, 1)])
 def test_network_is_initialised_like_torch_linear_layers(dimension: int, hidden: int) -> None:
-    network = initial_network(dimension, 100, torch.Generator().manual_seed(0))
+    network = initial_meta_net(dimension, 100, torch.Generator().manual_seed(0))
     assert [tuple(t.shape) for t in network] == [(hidden, dimension), (hidden,), (100, hidden), (100,)]
     for tensor, inputs in zip(network, (dimension, dimension, hidden, hidden), strict=True):
         assert tensor.abs().max() <= inputs**-0.5

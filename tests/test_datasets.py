@@ -200,7 +200,7 @@ def test_split_is_created_without_split_file_and_lists(tmp_path: Path, name: str
 
 
 def test_created_split_shuffles_each_class_with_seed_1(tmp_path: Path) -> None:
-    make_photos(tmp_path / "mine", ("a", "b"), each=7)
+    make_photos(tmp_path / "mine", ("a", "b"), per_class=7)
     dataset = read_dataset(str(tmp_path / "mine"), None)
     random.seed(1)
     train, test = [], []
@@ -216,7 +216,7 @@ def test_created_split_shuffles_each_class_with_seed_1(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("each", [2, 3, 4, 5])
 def test_created_split_puts_images_of_small_classes_in_both_parts(tmp_path: Path, each: int) -> None:
-    make_photos(tmp_path / "mine", each=each)
+    make_photos(tmp_path / "mine", per_class=each)
     dataset = read_dataset(str(tmp_path / "mine"), None)
     assert min(per_class(dataset.train)) >= 1
     assert min(per_class(dataset.test)) >= 1
@@ -273,12 +273,12 @@ def test_duplicate_imagenet_names_and_extra_files_are_accepted(tmp_path: Path) -
 def flatten_val(root: Path) -> str:
     for folder in (root / "images" / "val").iterdir():
         shutil.rmtree(folder)
-    return "sort its images"
+    return "at least two class folders"
 
 
 def remove_class_names(root: Path) -> str:
     (root / "classnames.txt").write_text("n01440764 tench\n")
-    return "n01443537 is of no class"
+    return "n01443537 is not in classnames.txt"
 
 
 def empty_a_class(root: Path) -> str:
@@ -342,12 +342,14 @@ SPLIT = {
     ("content", "words"),
     [
         ("{", "is not valid JSON"),
-        ("[]", 'no list "train"'),
+        ('{"train": ' + "[" * 100_000, "is not valid JSON"),
+        ("[]", 'no images in "train"'),
         (b"\xff\xfe\x00", "not a text"),
-        ({**SPLIT, "test": []}, 'no list "test"'),
-        ({"train": SPLIT["train"]}, 'no list "test"'),
+        ({**SPLIT, "test": []}, 'no images in "test"'),
+        ({"train": SPLIT["train"]}, 'no images in "test"'),
         ({**SPLIT, "test": [["a_8.jpg", 0]]}, '["a_8.jpg", 0] in "test" is not of the form'),
         ({**SPLIT, "test": [["a_8.jpg", "0", "a"]]}, "is not of the form"),
+        ({**SPLIT, "test": [["a_8.jpg", -1, "c"]]}, '["a_8.jpg", -1, "c"] in "test" has a negative label'),
         ({**SPLIT, "test": [["a_8.jpg", 3, "d"]]}, "no image has label 2, but the labels go up to 3"),
         ({**SPLIT, "test": [["a_8.jpg", 0, "c"]]}, "label 0 has two names, 'a' and 'c'"),
         (SPLIT, "4 of the 4 images"),
@@ -368,7 +370,7 @@ def test_split_with_missing_images_is_refused(tmp_path: Path) -> None:
     first, second = root / "2750" / "AnnualCrop" / "AnnualCrop_2.jpg", root / "2750" / "Forest" / "Forest_9.jpg"
     first.unlink()
     second.unlink()
-    refused("eurosat", tmp_path, "2 of the 32 images", f"the first is {first}", "split_zhou_EuroSAT.json", "get them")
+    refused("eurosat", tmp_path, "2 of the 32 images", f"(first: {first})", "split_zhou_EuroSAT.json", "get them")
     (root / "split_zhou_EuroSAT.json").unlink()
     assert read_dataset("eurosat", tmp_path).split.startswith("made here")  # from the existing images
 
@@ -388,13 +390,13 @@ def test_two_folders_with_the_same_class_name_are_refused(tmp_path: Path) -> Non
     root = make_tree(tmp_path, "caltech101")
     (root / "split_zhou_Caltech101.json").unlink()
     shutil.copytree(root / "101_ObjectCategories" / "cougar_body", root / "101_ObjectCategories" / "cougar body")
-    refused("caltech101", tmp_path, "'cougar body' and 'cougar_body' are both 'cougar body'")
-    refused(str(make_photos(tmp_path / "mine", ("red fox", "red_fox"))), None, "'red fox' and 'red_fox' are both")
+    refused("caltech101", tmp_path, "the name 'cougar body' (from 'cougar body' and 'cougar_body')")
+    refused(str(make_photos(tmp_path / "mine", ("red fox", "red_fox"))), None, "(from 'red fox' and 'red_fox')")
 
 
 def test_folder_without_class_folders_is_refused(tmp_path: Path) -> None:
     (tmp_path / "eurosat" / "2750").mkdir(parents=True)
-    refused("eurosat", tmp_path, "images of 0 classes", "2750")
+    refused("eurosat", tmp_path, "at least two classes, and has 0", "2750")
 
 
 def test_unreadable_folders_and_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +484,7 @@ def test_few_shot_list_in_the_folder_is_preferred(pets: Dataset) -> None:
         (lambda rows: rows[:2], "other classes than OxfordPets"),
         (lambda rows: [[path, label, name.upper()] for path, label, name in rows], "other classes than OxfordPets"),
         (lambda rows: [[f"not_{path}", label, name] for path, label, name in rows], "3 of the 3 images"),
-        (lambda rows: {}, 'no list "train"'),
+        (lambda rows: {}, 'no images in "train"'),
         (lambda rows: [*rows, rows_of("oxford_pets")["test"][0]], "is no training image of"),
     ],
 )
@@ -507,8 +509,8 @@ def test_folder_of_class_folders_is_a_dataset(tmp_path: Path, monkeypatch: pytes
 
 
 def test_train_and_test_folders_are_a_dataset(tmp_path: Path) -> None:
-    make_photos(tmp_path / "mine" / "train", each=2)
-    make_photos(tmp_path / "mine" / "test", each=1)
+    make_photos(tmp_path / "mine" / "train", per_class=2)
+    make_photos(tmp_path / "mine" / "test", per_class=1)
     dataset = read_dataset(str(tmp_path / "mine"), None)
     assert dataset.split == "the folders train and test"
     assert dataset.train is not None
@@ -534,11 +536,25 @@ def test_split_file_defines_a_user_dataset(tmp_path: Path) -> None:
     refused(str(tmp_path), None, "1 of the 3 images", str(tmp_path / "kite" / "1.png"))
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"{"])
+def test_invalid_split_file_of_the_user_can_be_corrected(tmp_path: Path, content: bytes) -> None:
+    """The user wrote `split.json`, so the error does not only say to download it again."""
+    (tmp_path / "split.json").write_bytes(content)
+    refused(str(tmp_path), None, "save it as UTF-8, or " if content == b"\xff\xfe\x00" else "correct the file, or ")
+
+
+def test_two_labels_with_the_same_class_name_are_refused(tmp_path: Path) -> None:
+    make_photos(tmp_path, ("a", "b"))
+    rows = [["a/0.png", 0, "crane"], ["b/0.png", 1, "crane"]]
+    (tmp_path / "split.json").write_text(json.dumps({"train": rows, "test": rows}))
+    refused(str(tmp_path), None, "two classes have the name 'crane': rename one of them")
+
+
 def test_invalid_user_datasets_are_refused(tmp_path: Path) -> None:
     make_photos(tmp_path / "halfway" / "train")
     make_photos(tmp_path / "halfway" / "val")
     refused(str(tmp_path / "halfway"), None, "both train and test")
-    refused(str(make_photos(tmp_path / "single", each=1)), None, "'blue whale' has one image", "two")
+    refused(str(make_photos(tmp_path / "single", per_class=1)), None, "'blue whale' has one image", "two")
     refused(str(make_photos(tmp_path / "one", ("cat",))), None, "at least two")
 
 

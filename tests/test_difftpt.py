@@ -71,10 +71,10 @@ def test_tuning_equals_the_reference(kind: str, chunk: int | None) -> None:
     )
     assert isinstance(tuner, Tuner)
     begin = tiny.embedding[torch.tensor(tiny.encode("a photo of a"))]
-    expected = oracle.tune(tiny, NAMES, begin, views, 1 / tiny.model.scale, ratio=0.3, near=0.8, steps=4)
-    objective = tuner.objective(views)
-    assert objective(tuner.features).item() == pytest.approx(expected.loss, rel=1e-9)
-    assert relative(tuner.first_gradient(objective), expected.gradient) < 1e-9
+    expected = oracle.tune(tiny, NAMES, begin, views, 1 / tiny.model.scale, ratio=0.3, near_ratio=0.8, steps=4)
+    loss = tuner.view_loss(views)
+    assert loss(tuner.class_features).item() == pytest.approx(expected.loss, rel=1e-9)
+    assert relative(tuner.first_gradient(loss), expected.gradient) < 1e-9
     assert relative(tuner.tune(views), expected.prompt) < 1e-6
     assert relative(tuner(views[None])[0], expected.probabilities) < 1e-6
 
@@ -84,7 +84,8 @@ def test_selection_equals_the_reference(
     views: int, classes: int, near: float, confidence_ratio: float, seed: int
 ) -> None:
     logits = 3 * torch.randn(views, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    assert near_and_confident(logits, near, confidence_ratio).tolist() == oracle.choose(logits, confidence_ratio, near)
+    expected = oracle.select_views(logits, confidence_ratio, near)
+    assert near_and_confident(logits, near, confidence_ratio).tolist() == expected
 
 
 def test_thirty_of_127_views_are_selected() -> None:
@@ -109,7 +110,7 @@ def test_selection_ratios_are_rounded_down(near: float, confidence_ratio: float,
 
 def test_coop_difftpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
     """The prompt is learned once for both methods, in one file."""
-    source = Source.from_folder(make_photos(tmp_path / "photos", each=2))
+    source = Source.from_folder(make_photos(tmp_path / "photos", per_class=2))
     context = FitContext(model(), source, tmp_path / "learned", on_error=raise_error)
     image = views_of(small("vit"))[None, :1]
     coop = METHODS["coop"]
@@ -134,12 +135,12 @@ def test_cost_follows_from_the_configuration(method: Any, kind: type) -> None:
 
 @pytest.fixture
 def image_paths(tmp_path: Path) -> list[Path]:
-    return sorted(make_photos(tmp_path / "photos", ("cat", "dog"), each=2).rglob("*.png"))
+    return sorted(make_photos(tmp_path / "photos", ("cat", "dog"), per_class=2).rglob("*.png"))
 
 
 def test_generated_images_of_a_folder_come_after_image_and_crops(image_paths: list[Path], tmp_path: Path) -> None:
     """Generated images are not cropped at random."""
-    folder = make_generated(tmp_path / "made", image_paths, each=FEW + 1)
+    folder = make_generated(tmp_path / "made", image_paths, per_image=FEW + 1)
     block = block_of(DiffTptConfig(views=FEW + 1, generated=str(folder)), image_paths)
     assert block.indices.tolist() == [0, 1, 2, 3]
     assert tuple(block.views.shape) == (4, 1 + 2 * FEW, model().dimension)
@@ -150,14 +151,14 @@ def test_generated_images_of_a_folder_come_after_image_and_crops(image_paths: li
 
 
 def test_single_generated_view_equals_that_of_all_views(image_paths: list[Path], tmp_path: Path) -> None:
-    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", image_paths, each=FEW)))
+    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", image_paths, per_image=FEW)))
     whole = make_views(spec, image_paths[0])
     for i in range(FEW):
         assert torch.equal(spec.make_views(model().preprocess, LazyImage(image_paths[0]), only=i), whole[i : i + 1])
 
 
 def test_changed_generated_images_are_encoded_again(image_paths: list[Path], tmp_path: Path) -> None:
-    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", image_paths, each=FEW)))
+    spec = Generated(FEW, folder=str(make_generated(tmp_path / "made", image_paths, per_image=FEW)))
 
     def features() -> Tensor:
         return FeatureProvider(model(), [spec], Cache(), on_error=raise_error)(image_paths)
@@ -189,7 +190,7 @@ def test_different_views_have_different_cache_keys() -> None:
 
 
 def test_missing_generated_images_are_reported(image_paths: list[Path], tmp_path: Path) -> None:
-    folder = make_generated(tmp_path / "made", image_paths[1:], each=FEW)
+    folder = make_generated(tmp_path / "made", image_paths[1:], per_image=FEW)
     (folder / "dog" / "0.png" / "00.png").unlink()
     (folder / "dog" / "1.png" / "00.png").write_text("no image")
     errors: list[ImageError] = []
@@ -404,5 +405,5 @@ def test_diffusers_is_imported_only_to_generate_images(
     program = "import sys, selftpt.methods; sys.exit('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    folder = make_generated(tmp_path / "made", image_paths, each=FEW)
+    folder = make_generated(tmp_path / "made", image_paths, per_image=FEW)
     assert len(make_views(Generated(FEW, folder=str(folder)), image_paths[0])) == FEW

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selftpt.errors import SelfTPTWarning
+from benchmarks import template_hint
+from selftpt.data.sources import Source
+from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.evaluation.metrics import accuracy, all_metrics, expected_calibration_error, harmonic_mean
 from selftpt.evaluation.runs import Runs
 
@@ -103,7 +108,7 @@ def test_incomplete_record_is_replaced(tmp_path: Path) -> None:
     runs.add(RECORD)
     with runs.file.open("a") as file:
         file.write('{"key": "b", "protoc')
-    with pytest.warns(SelfTPTWarning, match="left out line 2"):
+    with pytest.warns(SelfTPTWarning, match="skipped line 2"):
         again = Runs(tmp_path)
     assert again.done() == {"a"}
     again.add({**RECORD, "key": "c"})
@@ -115,3 +120,22 @@ def test_two_writers_keep_each_others_records(tmp_path: Path) -> None:
     for number, runs in enumerate([first, first, second, first]):
         runs.add({**RECORD, "key": str(number)})
     assert [record["key"] for record in Runs(tmp_path).records] == ["0", "1", "2", "3"]
+
+
+def test_template_benchmark_leaves_out_unreadable_images() -> None:
+    """Their rows are NaN, which would count as certain predictions of class 0."""
+    rows = np.array([[0.5, 0.5], [np.nan, np.nan], [0.0, 1.0]], dtype=np.float32)
+    classifier: Any = SimpleNamespace(predict_proba=lambda paths: rows[: len(paths)])
+    test = Source(("cat", "dog"), (Path("a"), Path("b"), Path("c")), (0, 0, 1))
+    assert template_hint.evaluate(classifier, test) == (0.5, 100)
+    rows[:] = np.nan
+    with pytest.raises(SelfTPTError, match="none of the 3 test images"):
+        template_hint.evaluate(classifier, test)
+
+
+def test_template_benchmark_reports_skipped_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["template_hint.py", "--data", str(tmp_path)])
+    template_hint.main()
+    assert f"skipped eurosat: the folder {tmp_path / 'eurosat' / '2750'} does not exist" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files of selftpt: they are written completely or not at all, and other files are refused."""
+"""Tests of `selftpt.files`: files are written atomically, and verified when they are read."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ from selftpt.files import (
 )
 
 
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    file = tmp_path / "a.safetensors"
+    write_tensors(file, "thing", {"t": torch.randn(20, 5), "u": torch.arange(7)}, {"names": ["cat", "dog"]})
+    return file
+
+
 def refused(path: Path, *words: str, kind: str = "thing") -> None:
     """Check that a file is refused with one line that names it."""
     with pytest.raises(SelfTPTError) as caught:
@@ -75,16 +82,16 @@ def test_tensors_and_header_round_trip(tmp_path: Path) -> None:
     header = {"names": ["Éléphant", "猫", "a\nb", '"{}"'], "scale": 14.3, "origin": {"seed": 1, "none": None}}
     write_tensors(file, "thing", tensors, header)
     found, back = read_tensors(file, "thing")
-    described_tensors = found.pop("tensors")
+    tensor_entries = found.pop("tensors")
     assert found == {"format": FORMAT, "kind": "thing", **header}
-    assert {name: entry["shape"] for name, entry in described_tensors.items()} == {
+    assert {name: entry["shape"] for name, entry in tensor_entries.items()} == {
         name: list(tensor.shape) for name, tensor in tensors.items()
     }
     assert back.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor.detach())
-    assert read_file(file)[0] == read_header(file, "thing") == {**found, "tensors": described_tensors}
+    assert read_file(file)[0] == read_header(file, "thing") == {**found, "tensors": tensor_entries}
     mapped = read_tensors(file, "thing", mapped=True)[1]
     assert all(torch.equal(mapped[name], back[name]) for name in tensors)
 
@@ -198,7 +205,7 @@ def test_longest_possible_file_name_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize(("module", "step"), [(os, "fsync"), (os, "replace")])
-def test_full_disk_leaves_the_old_file(
+def test_failed_write_leaves_the_folder_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, step: str, exists: bool
 ) -> None:
     file = tmp_path / "a"
@@ -299,14 +306,7 @@ def test_read_only_folder_is_refused(tmp_path: Path) -> None:
         check_writable(tmp_path / "a")
 
 
-# Files that are not of selftpt
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    file = tmp_path / "a.safetensors"
-    write_tensors(file, "thing", {"t": torch.randn(20, 5), "u": torch.arange(7)}, {"names": ["cat", "dog"]})
-    return file
+# Files that are refused
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 40, 100, 200, 400, 600, -8, -1])
@@ -396,12 +396,13 @@ def safetensors_bytes(layout: str | dict[str, Any], data: bytes = b"", length: i
     return (len(head) if length is None else length).to_bytes(8, "little") + head + data
 
 
-def signed(header: str, layout: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
-    """Return a file whose header has a valid digest."""
-    return safetensors_bytes({"__metadata__": {"selftpt": signature(header)}, **(layout or {})}, data)
+def with_valid_digest(header: str, layout: dict[str, Any] | None = None, data: bytes = b"") -> bytes:
+    """Return a file with this header and its digest."""
+    return safetensors_bytes({"__metadata__": {"selftpt": with_digest(header)}, **(layout or {})}, data)
 
 
-def signature(header: str) -> str:
+def with_digest(header: str) -> str:
+    """Return the header after its digest and a space, as in the metadata of a file."""
     return f"{hashlib.sha256(header.encode()).hexdigest()} {header}"
 
 
@@ -478,9 +479,9 @@ def described(layout: dict[str, Any], data: bytes) -> bytes:
             start, stop = entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
             start, stop = 0, 0
-        described_tensors = {key: entry[key] for key in ("dtype", "shape") if key in entry}
-        tensors[name] = {**described_tensors, "sha256": hashlib.sha256(data[start:stop]).hexdigest()}
-    return signed(json.dumps({"format": 2, "kind": "thing", "tensors": tensors}), layout, data)
+        entry_in_header = {key: entry[key] for key in ("dtype", "shape") if key in entry}
+        tensors[name] = {**entry_in_header, "sha256": hashlib.sha256(data[start:stop]).hexdigest()}
+    return with_valid_digest(json.dumps({"format": 2, "kind": "thing", "tensors": tensors}), layout, data)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +555,9 @@ def test_headers_that_do_not_describe_the_tensors_are_refused(tmp_path: Path, te
     file = tmp_path / "a"
 
     def write(tensors: Any) -> None:
-        file.write_bytes(signed(json.dumps({"format": 2, "kind": "thing", "tensors": tensors}), {"t": PART}, bytes(8)))
+        file.write_bytes(
+            with_valid_digest(json.dumps({"format": 2, "kind": "thing", "tensors": tensors}), {"t": PART}, bytes(8))
+        )
 
     write({"t": {"dtype": "F32", "shape": [2], "sha256": DIGEST}})
     read_file(file)
@@ -587,11 +590,11 @@ def test_invalid_or_unusual_json_is_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         parse_json(f'{{"value": {value}}}')
     header = '{"format": 2, "kind": "thing", "tensors": {}'
-    (tmp_path / "a").write_bytes(signed(f"{header}}}"))
+    (tmp_path / "a").write_bytes(with_valid_digest(f"{header}}}"))
     read_file(tmp_path / "a")
-    (tmp_path / "a").write_bytes(signed(f'{header}, "value": {value}}}'))
+    (tmp_path / "a").write_bytes(with_valid_digest(f'{header}, "value": {value}}}'))
     refused(tmp_path / "a", "not a selftpt file")
-    metadata = json.dumps({"selftpt": signature(f"{header}}}")})
+    metadata = json.dumps({"selftpt": with_digest(f"{header}}}")})
     (tmp_path / "a").write_bytes(safetensors_bytes(f'{{"__metadata__": {metadata}, "value": {value}}}'))
     refused(tmp_path / "a", "not a selftpt file")
 
@@ -620,23 +623,23 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 def test_file_larger_than_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
     """The file is sparse: 8 GB that take no space on the disk."""
     size = 1 << 33
-    described_tensors = {"t": {"dtype": "F32", "shape": [size // 4], "sha256": "0" * 64}}
+    tensor_entries = {"t": {"dtype": "F32", "shape": [size // 4], "sha256": "0" * 64}}
     layout = {"t": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}
     file = tmp_path / "a"
-    file.write_bytes(signed(json.dumps({"format": 2, "kind": "thing", "tensors": described_tensors}), layout))
+    file.write_bytes(with_valid_digest(json.dumps({"format": 2, "kind": "thing", "tensors": tensor_entries}), layout))
     os.truncate(file, file.stat().st_size + size)
     refused(file, f"{file.stat().st_size} bytes")
 
 
 def test_file_truncated_while_it_is_read_is_refused(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda handle: [os.truncate(written, 400), whole(handle)][1])
+    original_fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda handle: [os.truncate(written, 400), original_fstat(handle)][1])
     refused(written, "truncated")
     monkeypatch.undo()
-    header = files._read_header
+    read_header_of_file = files._read_header
 
     def cut(path: Path, *rest: Any) -> Any:
-        found = header(path, *rest)
+        found = read_header_of_file(path, *rest)
         os.truncate(path, path.stat().st_size - 8)
         return found
 
@@ -690,7 +693,7 @@ def test_content_that_violates_its_schema_is_neither_written_nor_read(
     write_tensors(file, "thing", {**TENSORS, **tensors}, {**HEADER, **header})
     with pytest.raises(SelfTPTError) as caught:
         read_tensors(file, "thing", THING)
-    assert str(caught.value) == f"{file} is not a valid thing file: {words}" or words in str(caught.value)
+    assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -737,7 +740,7 @@ def test_equal_content_gives_equal_files_in_other_processes(tmp_path: Path) -> N
 
 
 def test_set_aside_renames_a_file_with_a_warning(tmp_path: Path) -> None:
-    """It replaces a file that was set aside earlier."""
+    """An older `.damaged` file is replaced."""
     file, aside = tmp_path / "a.x", tmp_path / "a.x.damaged"
     for content in ("first", "second"):
         file.write_text(content)
@@ -770,6 +773,7 @@ def test_digest_depends_on_values_and_not_on_key_order() -> None:
     assert digest("a", {"x": 1, "y": [2]}) == digest("a", {"y": (2,), "x": 1})
     parts: list[tuple[object, ...]] = [(), ("a",), ("a", "b"), ("ab",), (["a", "b"],), (1,), ("1",), (1.5,), (None,)]
     assert len({digest(*part) for part in parts}) == len(parts)
+    # Caches of earlier versions depend on this value.
     assert digest("crops", 1, "é") == "5b428b78ec3bc4e41faa74b317e29ff5"
     assert len(digest(os.fsdecode(b"\xff"))) == 32
 

@@ -155,9 +155,9 @@ def test_cached_file_is_used_without_connection(server: Hub, prompt: Prompt, mon
 
 def test_local_paths_are_resolved_to_themselves() -> None:
     assert hub.resolve("folder/prompt.safetensors", "prompt") == Path("folder/prompt.safetensors")
-    assert not hub.is_shared("folder/hub:prompt.safetensors")
-    assert hub.is_shared(Path("hub:a/b"))
-    assert hub.is_shared("hf-hub:a/b")
+    assert not hub.is_hub_path("folder/hub:prompt.safetensors")
+    assert hub.is_hub_path(Path("hub:a/b"))
+    assert hub.is_hub_path("hf-hub:a/b")
 
 
 # Model cards
@@ -180,16 +180,16 @@ def test_card_metadata_is_valid_yaml_and_card_lists_the_facts(server: Hub, promp
         assert line in text.splitlines()
     assert f"Class names: {prompt.origin['classes'][0]}, " in text
     assert "and 900 more" in text
-    assert "not evaluated" not in text
+    assert "No accuracy was reported" not in text
 
 
 def test_card_says_when_nothing_was_evaluated_and_omits_the_license(server: Hub, classifier: Classifier) -> None:
     classifier.push_to_hub(REPO)
     metadata, text = card_of(server)
     assert "license" not in metadata
-    assert "It was not evaluated" in text
+    assert "No accuracy was reported" in text
     assert "## Classes\n\nClass names: cat, dog.\n" in text
-    assert "No prompt was learned for it." in text
+    assert "None: this is a zero-shot classifier." in text
 
 
 def test_card_of_adapted_classifier_describes_its_prompt(prompt: Prompt) -> None:
@@ -308,11 +308,11 @@ def test_edited_card_is_kept_with_a_warning(server: Hub, prompt: Prompt, classif
     prompt.push_to_hub(REPO)
     files = server.repositories[REPO].files
     files["README.md"] = edited = files["README.md"].replace(b"# birds", b"# Birds of my garden")
-    with pytest.warns(SelfTPTWarning, match="README.md of alice/birds is kept"):
+    with pytest.warns(SelfTPTWarning, match="README.md of alice/birds was not replaced"):
         prompt.push_to_hub(REPO, accuracy={"my test set": 81.2})
     assert files["README.md"] == edited
     prompt.push_to_hub("alice/other")
-    with pytest.warns(SelfTPTWarning, match="is kept"):  # the card of a prompt does not describe a classifier
+    with pytest.warns(SelfTPTWarning, match="was not replaced"):  # the card of a prompt does not describe a classifier
         classifier.push_to_hub("alice/other")
 
 
@@ -328,6 +328,7 @@ def test_folders_of_this_machine_are_not_uploaded(server: Hub, prompt: Prompt, c
     assert Prompt.from_hub(REPO).model == ModelId("my-model", "weights.pt", prompt.model.digest)
     assert hub.shareable(ModelId("C:\\Users\\me\\m", None, "0")).name == "m"
     assert hub.shareable(ModelId("local-dir:/home/me/m", None, "0")).name == "m"
+    assert hub.shareable(ModelId("local-dir:clients/acme/m", None, "0")).name == "m"
     assert hub.shareable(ModelId("hf-hub:org/name", "a", "0")) == ModelId("hf-hub:org/name", "a", "0")
 
 
@@ -371,8 +372,8 @@ def test_download_errors_say_what_to_do(server: Hub, prompt: Prompt, monkeypatch
         ("alice/missing", {}, "no such repository, or it is private: check the name, or run `hf auth login`"),
         ("alice/missing", {"token": False}, "no such repository, or it is private"),
         ("alice/private", {"token": False}, "no such repository, or it is private"),
-        ("alice/gated", {}, f"it is gated: accept its terms on {server.url}/alice/gated"),
-        (REPO, {}, "does not contain a prompt of selftpt"),
+        ("alice/gated", {}, f"the repository is gated: accept its terms on {server.url}/alice/gated"),
+        (REPO, {}, "the repository does not contain a selftpt prompt: check its name"),
         (REPO, {"revision": "v9"}, "no revision 'v9'"),
         (REPO, {"token": "hf_other"}, "the token is not valid: run `hf auth login`"),
     ):
@@ -386,7 +387,7 @@ def test_download_errors_say_what_to_do(server: Hub, prompt: Prompt, monkeypatch
 
 
 def test_push_errors_say_what_to_do(server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SelfTPTError, match='"license" must be one of') as error:
+    with pytest.raises(SelfTPTError, match=r'rejected the request with status 400.*"license" must be one of') as error:
         prompt.push_to_hub(REPO, license="unknown-license")
     assert "\n" not in str(error.value)
     with pytest.raises(SelfTPTError, match="license must be an identifier"):
@@ -399,11 +400,15 @@ def test_push_errors_say_what_to_do(server: Hub, prompt: Prompt, monkeypatch: py
         prompt.push_to_hub(REPO)
 
 
-def test_error_in_offline_mode_names_it(server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_offline_mode_mentions_hf_hub_offline(
+    server: Hub, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for call in (Prompt.from_hub, Classifier.from_hub, prompt.push_to_hub):
-        with pytest.raises(SelfTPTError, match="HF_HUB_OFFLINE is set"):
+    for call in (Prompt.from_hub, Classifier.from_hub):
+        with pytest.raises(SelfTPTError, match="HF_HUB_OFFLINE is set and the file is not in the cache"):
             call(REPO)
+    with pytest.raises(SelfTPTError, match="HF_HUB_OFFLINE is set: unset it to upload"):
+        prompt.push_to_hub(REPO)
     assert server.requests == []
 
 

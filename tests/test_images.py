@@ -413,7 +413,7 @@ def test_extremely_narrow_or_empty_images_are_refused(tmp_path: Path) -> None:
 
 
 def test_default_error_handler_warns() -> None:
-    with pytest.warns(SelfTPTWarning, match=r"left out a\.jpg: no such file"):
+    with pytest.warns(SelfTPTWarning, match=r"skipped a\.jpg: no such file"):
         warn_of(ImageError("a.jpg: no such file"))
 
 

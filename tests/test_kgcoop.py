@@ -47,7 +47,7 @@ def test_distance_equals_the_reference(classes: int, dimension: int, seed: int) 
 def test_loss_and_gradient_equal_the_reference(kind: str) -> None:
     model = small(kind, torch.float64)
     batch, p = batch_of(model, len(NAMES)), random_prompt(model, 3).requires_grad_()
-    expected = kgcoop.loss(model, NAMES, p, batch.images, batch.labels, 1 / SCALE, 8.0, TEMPLATE)
+    expected = kgcoop.loss(model, NAMES, p, batch.image_features, batch.labels, 1 / SCALE, 8.0, TEMPLATE)
     (by_prompt,) = torch.autograd.grad(expected, p)
     text = model.model.text
     tokens = tokenize(NAMES, text.tokenizer, model.context)

@@ -265,7 +265,7 @@ def test_unsupported_text_prompts_raise() -> None:
     tower, ids = tiny.model.text, ids_of(tiny)
     with pytest.raises(SelfTPTError, match="must have the shape"):
         encode_sentences(tower, ids, prompts=LayerPrompts(vectors_of(tower.width, tower.layers + 1, 1)))
-    with pytest.raises(SelfTPTError, match="at least 9 tokens"):
+    with pytest.raises(SelfTPTError, match="replace the first 9 tokens"):
         encode_sentences(tower, ids, prompts=LayerPrompts(vectors_of(tower.width, 1, 9)))
     other = small("bert", torch.float64)
     with pytest.raises(SelfTPTError, match="1 <= J <= 1"):

@@ -86,7 +86,7 @@ def test_learn_equals_sgd_on_the_reference_losses() -> None:
                 1 / tiny.model.scale, gradients, reference.Settings(decay=config.decay),
             )  # fmt: skip
             gradients.append(joint.by_ce)
-            for p, m, g in zip(parameters, momentum, [joint.prompt, *joint.head], strict=True):
+            for p, m, g in zip(parameters, momentum, [joint.prompt_gradient, *joint.head_gradients], strict=True):
                 m.mul_(0.9).add_(g + 5e-4 * p)
                 p.sub_(learning_rate(epoch, config) * m)
     for found, expected in zip((learned.context, *learned.head), parameters, strict=True):
@@ -371,7 +371,7 @@ def test_learning_from_a_folder_reads_no_image_twice(tmp_path: Path, monkeypatch
 def test_unusable_image_is_left_out_but_class_without_images_is_an_error(tmp_path: Path) -> None:
     photos = make_photos(tmp_path / "photos")
     (photos / "kite" / "0.png").write_text("not a image")
-    with pytest.warns(SelfTPTWarning, match=r"left out .*kite/0.png"):
+    with pytest.warns(SelfTPTWarning, match=r"skipped .*kite/0.png"):
         assert learn(model(), photos, LearnConfig(epochs=1)).origin["images"] == 8
     for i in range(3):
         (photos / "kite" / f"{i}.png").write_text("not a image")

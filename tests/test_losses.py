@@ -101,8 +101,8 @@ def test_cpt_and_derivatives_equal_reference(
             list(z.flatten(0, 1)), views, temperature, None if duplicates_as_negatives else keys, reduction
         )
 
-    same = None if duplicates_as_negatives else first_index_of_key(keys)
-    found = derivatives(lambda z: cpt(z, same, temperature, reduction), z)
+    name_ids = None if duplicates_as_negatives else first_index_of_key(keys)
+    found = derivatives(lambda z: cpt(z, name_ids, temperature, reduction), z)
     expected = derivatives(loop, z)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 1e-9 * max(1.0, other.norm().item())
@@ -155,15 +155,19 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("held", "sizes"), [(1, [64, 64, 32]), (160 * 70, [70, 70, 20]), (160 * 160, [160])])
+@pytest.mark.parametrize(
+    ("max_similarities", "sizes"), [(1, [64, 64, 32]), (160 * 70, [70, 70, 20]), (160 * 160, [160])]
+)
 @pytest.mark.parametrize("equal", [False, True])
-def test_cpt_in_blocks_of_rows_equals_one_block(held: int, sizes: list[int], equal: bool, blocks: list[int]) -> None:
+def test_cpt_in_blocks_of_rows_equals_one_block(
+    max_similarities: int, sizes: list[int], equal: bool, blocks: list[int]
+) -> None:
     """Compares value, gradient and second derivative."""
     z = F.normalize(random_tensor(4, 40, 6), dim=-1)
-    same = first_index_of_key([k % 30 for k in range(40)]) if equal else None
-    expected = derivatives(lambda z: cpt(z, same, held=1 << 30), z)
+    name_ids = first_index_of_key([k % 30 for k in range(40)]) if equal else None
+    expected = derivatives(lambda z: cpt(z, name_ids, max_similarities=1 << 30), z)
     blocks.clear()
-    found = derivatives(lambda z: cpt(z, same, held=held), z)
+    found = derivatives(lambda z: cpt(z, name_ids, max_similarities=max_similarities), z)
     assert blocks == 4 * sizes  # forward, backward, double backward, and once more through the saved denominators
     for one, other in zip(found, expected, strict=True):
         assert relative(one, other) < 1e-12
@@ -172,7 +176,7 @@ def test_cpt_in_blocks_of_rows_equals_one_block(held: int, sizes: list[int], equ
 
 def test_cpt_in_blocks_of_rows_does_not_overflow(blocks: list[int]) -> None:
     z = 1e3 * random_tensor(3, 30, 5)
-    value, first, second = derivatives(lambda z: cpt(z, None, 0.001, held=1), z)
+    value, first, second = derivatives(lambda z: cpt(z, None, 0.001, max_similarities=1), z)
     assert blocks == 4 * [64, 26]
     assert value.item() == pytest.approx(cpt(z, None, 0.001).item(), rel=1e-9)
     assert first.isfinite().all()
@@ -180,13 +184,13 @@ def test_cpt_in_blocks_of_rows_does_not_overflow(blocks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("equal", [False, True])
-@pytest.mark.parametrize("held", [1, 1 << 20])
-def test_cpt_derivatives_match_finite_differences(held: int, equal: bool) -> None:
-    same = torch.tensor([0, 1, 0] * 8) if equal else None
+@pytest.mark.parametrize("max_similarities", [1, 1 << 20])
+def test_cpt_derivatives_match_finite_differences(max_similarities: int, equal: bool) -> None:
+    name_ids = torch.tensor([0, 1, 0] * 8) if equal else None
     z = F.normalize(random_tensor(3, 24, 3), dim=-1).requires_grad_()
 
     def loss(z: Tensor) -> Tensor:
-        return cpt(z, same, 0.5, held=held)
+        return cpt(z, name_ids, 0.5, max_similarities=max_similarities)
 
     assert torch.autograd.gradcheck(loss, z)
     assert torch.autograd.gradgradcheck(loss, z)
@@ -206,9 +210,9 @@ def test_memory_of_cpt_is_linear_in_the_number_of_classes(second_order: bool, eq
 
     def peak(classes: int) -> int:
         z = random_tensor(2, classes, 4, dtype=torch.float32).requires_grad_()
-        same = torch.arange(classes) // 2 * 2 if equal else None
+        name_ids = torch.arange(classes) // 2 * 2 if equal else None
         with PeakMemory() as memory:
-            (gradient,) = torch.autograd.grad(cpt(z, same, held=1), z, create_graph=second_order)
+            (gradient,) = torch.autograd.grad(cpt(z, name_ids, max_similarities=1), z, create_graph=second_order)
             if second_order:
                 torch.autograd.grad(gradient.square().sum(), z)
         return memory.peak
@@ -240,9 +244,9 @@ print((peak() - before) // 1024)
 @pytest.mark.parametrize("temperature", [0.001, 0.07, 100.0])
 def test_cpt_does_not_overflow(size: float, temperature: float, dtype: torch.dtype) -> None:
     z = (size * random_tensor(3, 4, 5, seed=3)).to(dtype)
-    same = torch.tensor([0, 1, 0, 3])
-    value, first, second = derivatives(lambda z: cpt(z, same, temperature, "sum"), z)
-    expected = reference.cpt_in_decimal(z.flatten(0, 1).tolist(), 3, temperature, same.tolist())
+    name_ids = torch.tensor([0, 1, 0, 3])
+    value, first, second = derivatives(lambda z: cpt(z, name_ids, temperature, "sum"), z)
+    expected = reference.cpt_in_decimal(z.flatten(0, 1).tolist(), 3, temperature, name_ids.tolist())
     # Numbers as large as the largest similarity are subtracted, so the rounding error is relative to it.
     largest = (z.double().flatten(0, 1).square().sum(-1).max() / temperature).item()
     rounding = 20 * torch.finfo(dtype).eps * max(1.0, largest)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from selftpt import training
@@ -62,9 +63,9 @@ class Data:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     folder = tmp_path_factory.mktemp("data")
-    source = Source.from_folder(make_photos(folder / "source", each=2))
+    source = Source.from_folder(make_photos(folder / "source", per_class=2))
     (folder / "descriptors.json").write_text(json.dumps({name: ["red", "a tail"] for name in (*NAMES, *THINGS)}))
-    images = images_in(make_photos(folder / "test", ("x", "y"), each=2))
+    images = images_in(make_photos(folder / "test", ("x", "y"), per_class=2))
     make_generated(folder / "generated", images, SMALL["views"] - 1)
     return Data(folder, source, images)
 
@@ -192,7 +193,7 @@ def test_method_gives_a_classifier_or_declares_what_it_needs(name: str, data: Da
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     make_model(folder / "model")
-    make_photos(folder / "photos", each=2)
+    make_photos(folder / "photos", per_class=2)
     return folder
 
 
@@ -251,7 +252,7 @@ def test_contradictory_options_are_refused(predict: Run, arguments: list[str], w
 
 
 def test_unusable_image_is_left_out(run: Run, files: Path, tmp_path: Path) -> None:
-    photos = make_photos(tmp_path, ("a",), each=2)
+    photos = make_photos(tmp_path, ("a",), per_class=2)
     (photos / "a" / "0.png").write_text("no image")
     command = ["predict", photos, "--model", files / "model", "--names", "cat,dog", "--json", "--method"]
     for method in (["clip"], ["zero", "--set", "views=2"]):  # one view and two views
@@ -259,7 +260,7 @@ def test_unusable_image_is_left_out(run: Run, files: Path, tmp_path: Path) -> No
         assert answer.code == 0
         assert [Path(json.loads(line)["path"]).name for line in answer.out.splitlines()] == ["1.png"]
         assert [line for line in answer.err.splitlines() if "0.png" in line][1:] == []
-        assert "1 of 2 images were left out" in answer.err
+        assert "1 of 2 images were skipped" in answer.err
 
 
 @pytest.mark.parametrize("method", ["clip", "tda"])
@@ -353,8 +354,42 @@ def test_methods_work_without_gradient_mode(name: str, mode: Any, data: Data, tm
 
 def test_required_image_tower_is_checked_before_anything_is_learned(data: Data) -> None:
     method = dataclasses.replace(METHODS["coop"], requires="transformer image tower")
-    with pytest.raises(SelfTPTError, match="coop needs an open_clip ViT as image tower, which resnet"):
+    with pytest.raises(SelfTPTError, match="coop needs an open_clip ViT as image tower, and resnet"):
         method.fit(FitContext(model("resnet"), data.source))
+
+
+def test_unusable_image_in_memory_is_reported_and_skipped(data: Data, tmp_path: Path) -> None:
+    truncated = tmp_path / "truncated.jpg"
+    truncated.write_bytes(data.images[0].read_bytes()[:200])
+    images = [*data.source.images, Image.open(truncated)]
+    labels = [data.source.names[label] for label in data.source.labels]
+    source = Source.from_images(images, [*labels, labels[0]])
+    errors: list[ImageError] = []
+    context = FitContext(model(), source, tmp_path, on_error=errors.append)
+    METHODS["coop"].fit(context, small_config("coop", data))
+    assert len(errors) == context.unreadable == 1
+
+
+def test_training_without_a_source_is_refused() -> None:
+    with pytest.raises(SelfTPTError, match="learns from labelled images: pass a source"):
+        METHODS["coop"].training(FitContext(model()))
+
+
+def test_initial_values_of_a_method_without_parameters_are_refused() -> None:
+    with pytest.raises(SelfTPTError, match="tpt learns no parameters from images: remove `initial`"):
+        METHODS["tpt"].fit(FitContext(model(), initial={"context": torch.zeros(4, 32)}))
+
+
+def test_invalid_changes_of_a_loaded_method_are_refused(tmp_path: Path) -> None:
+    METHODS["tpt"].fit(FitContext(model())).save(tmp_path / "tpt.safetensors")
+    for changes, message in (
+        ({"stepz": 2}, "tpt has no setting 'stepz'"),
+        ({"steps.lr": 2}, "tpt has no setting 'steps.lr'"),
+        ({"confidence_ratio": 2.0}, "^TptConfig.confidence_ratio must be"),
+    ):
+        with pytest.raises(SelfTPTError, match=message):
+            FittedMethod.load(tmp_path / "tpt.safetensors", model(), changes)
+    assert FittedMethod.load(tmp_path / "tpt.safetensors", model(), {"steps": 2}).config.steps == 2
 
 
 def test_read_only_cache_of_learned_parameters_is_read_and_not_changed(
@@ -485,8 +520,9 @@ def test_fitted_methods_can_be_inspected(run: Run, data: Data, tmp_path: Path) -
     FittedCase("self-tpt", data, tmp_path / "learned").fitted.save(tmp_path / "fitted")
     views = run("inspect", tmp_path / "fitted").out
     for words in (
-        "a fitted-method",
+        "fitted-method file, format 2",
         "method: self-tpt",
+        "learn.contrast.views: ",
         "classes: 3: blue whale",
         "learn.lr: 0.002",
         "adapt.steps: 10",

@@ -38,7 +38,7 @@ def task_of(model: Small, names: list[str], length: int, s: Settings, chunk: int
     tokens = tokenize(names, text.tokenizer, model.context)
     hand_crafted = encode_template(text, tokens, s.template, chunk) if "hand_crafted" in s.views else None
     views = [view for view in VIEWS if view in s.views or (stage == 1 and view == "end")]
-    return Task(TextEncoder(text, tokens, length, views, chunk=chunk), hand_crafted, tokens.same, contrast)
+    return Task(TextEncoder(text, tokens, length, views, chunk=chunk), hand_crafted, tokens.name_ids, contrast)
 
 
 def head_of(model: Small, seed: int = 0) -> Head:
@@ -69,7 +69,7 @@ def run(
             average,
             config_of(s),
         )
-        average = found.average
+        average = found.average_gradient
         yield found
 
 
@@ -93,9 +93,9 @@ def errors_of(found: Step | reference.Joint, expected: reference.Joint) -> dict[
         / (1.0 if name == "cosine" else expected.losses[name].item())
         for name, value in found.losses.items()
     }
-    errors["by prompt"] = relative(found.prompt, expected.prompt)
-    errors["average"] = relative(found.average, expected.average)
-    for name, one, other in zip(Head._fields, found.head, expected.head, strict=True):
+    errors["by prompt"] = relative(found.prompt_gradient, expected.prompt_gradient)
+    errors["average"] = relative(found.average_gradient, expected.average_gradient)
+    for name, one, other in zip(Head._fields, found.head_gradients, expected.head_gradients, strict=True):
         errors[f"by {name}"] = relative(one, other)
     return errors
 
@@ -125,7 +125,9 @@ def check(
             assert set(found.losses) == ({"ce", "cpt", "gm", "cosine"} if s.cpt or s.gm else {"ce"})
             bad = {what: e for what, e in errors_of(found, exact[step]).items() if not e < allowed[step][what]}
             assert not bad, f"step {step}, chunk {chunk}"
-            assert not any(t.requires_grad for t in (found.prompt, found.average, *found.head))
+            assert not any(
+                t.requires_grad for t in (found.prompt_gradient, found.average_gradient, *found.head_gradients)
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,7 +250,7 @@ def test_steps_with_similarities_in_blocks_equal_one_block(chunk: int | None, mo
 
     blocks: list[int] = []
     softmax = losses._softmax
-    monkeypatch.setattr(objective, "cpt", functools.partial(cpt, held=1))
+    monkeypatch.setattr(objective, "cpt", functools.partial(cpt, max_similarities=1))
     monkeypatch.setattr(losses, "_softmax", lambda block, t: (blocks.append(len(block)), softmax(block, t))[1])
     again, gradient = contrast_step(task, prompt, head)
     (other,) = run(model, names, Settings(), chunk=chunk)
@@ -256,8 +258,8 @@ def test_steps_with_similarities_in_blocks_equal_one_block(chunk: int | None, mo
     assert set(blocks) == {64, 20}
     assert again == pytest.approx(loss, rel=1e-9)
     assert relative(gradient, by_prompt) < 1e-9
-    assert relative(other.prompt, step.prompt) < 1e-9
-    for one, expected in zip(other.head, step.head, strict=True):
+    assert relative(other.prompt_gradient, step.prompt_gradient) < 1e-9
+    for one, expected in zip(other.head_gradients, step.head_gradients, strict=True):
         assert relative(one, expected) < 1e-9
 
 
@@ -284,10 +286,12 @@ def test_gradient_equals_finite_differences_of_the_losses(kind: str, chunk: int 
     assert torch.equal(other, pattern)
     weights = {"ce": s.ce, "cpt": s.cpt, "gm": s.gm}
     slope = sum(w * (after.losses[name] - before.losses[name]) for name, w in weights.items()) / 2e-5
-    expected = sum((g * d).sum().item() for g, d in zip((step.prompt, *step.head), direction, strict=True))
+    expected = sum(
+        (g * d).sum().item() for g, d in zip((step.prompt_gradient, *step.head_gradients), direction, strict=True)
+    )
     assert slope == pytest.approx(expected, rel=1e-6)
     without = joint_step(task, prompt, head, batch, average, config_of(replace(s, gm=0.0)))
-    assert relative(without.prompt, step.prompt) > 1e-2  # gradient matching contributes
+    assert relative(without.prompt_gradient, step.prompt_gradient) > 1e-2  # gradient matching contributes
 
 
 @pytest.mark.parametrize("chunk", [None, 2])

@@ -422,5 +422,5 @@ def test_line_being_written_is_left_out_without_a_warning(tmp_path: Path, recwar
         file.write('{"key": "b"')
     assert runs.done() == {"a"}
     assert not recwarn.list
-    with pytest.warns(SelfTPTWarning, match="left out line 2"):
+    with pytest.warns(SelfTPTWarning, match="skipped line 2"):
         Runs(tmp_path)

@@ -49,7 +49,7 @@ def estimator(method: str = "clip", **parameters: Any) -> SelfTPTClassifier:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> tuple[list[Path], list[str]]:
-    source = Source.read(make_photos(tmp_path / "photos", ("cat", "dog"), each=4))
+    source = Source.read(make_photos(tmp_path / "photos", ("cat", "dog"), per_class=4))
     return list(source.paths), [source.names[label] for label in source.labels]
 
 

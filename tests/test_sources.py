@@ -23,7 +23,7 @@ CLASSES = ("kite", "red_fox")
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    return make_photos(tmp_path / "photos", CLASSES, each=3)
+    return make_photos(tmp_path / "photos", CLASSES, per_class=3)
 
 
 class Listed(VisionDataset):  # type: ignore[misc]

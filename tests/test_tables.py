@@ -564,7 +564,7 @@ def test_truncated_last_line_is_left_out_with_a_warning(tmp_path: Path) -> None:
     whole = json.dumps(THREE_SEEDS[0] | {"method": "é"}, ensure_ascii=False).encode()
     for end in (30, whole.index("é".encode()) + 1):  # the second is inside a character
         file.write_bytes(json.dumps(THREE_SEEDS[0]).encode() + b"\n" + whole[:end])
-        with pytest.warns(SelfTPTWarning, match="left out line 2 of .*: it was cut short"):
+        with pytest.warns(SelfTPTWarning, match="skipped line 2 of .*: it was cut short"):
             assert read_records(tmp_path) == THREE_SEEDS[:1]
 
 

@@ -238,7 +238,7 @@ def test_chunked_features_vjp_and_hvp_equal_reference(
     hvp, jvp = torch.autograd.grad((vjp_u * v).sum(), [p, cotangent])
     for chunk in (None, 1, 3, 7):
         encoder = encoder_of(model, names, length, chunk=chunk)
-        assert encoder.unchunked is (chunk is None or chunk >= len(names))
+        assert encoder.single_pass is (chunk is None or chunk >= len(names))
         assert [len(c) for c in encoder.chunks[:-1]] == [chunk] * (len(encoder.chunks) - 1)
         encoder.on_forward = on_forward = Mock()
         assert relative(encoder(prompt), features) < 1e-9

@@ -132,7 +132,7 @@ def test_special_tokens_and_ids_of_a_hugging_face_tokenizer(hf_tokenizer: HFToke
     assert (found.start, found.end, found.pad) == ((2,), (3,), 0)
     tokens = tokenize(["Cat", "dog", "cat", "weasel"], found, 5)
     assert tokens.ids == ((7,), (8,), (7,), (1,))
-    assert tokens.same.tolist() == [0, 1, 0, 3]
+    assert tokens.name_ids.tolist() == [0, 1, 0, 3]
     for name in ("[SEP]", "cat [CLS]", "[PAD] dog"):
         with pytest.raises(SelfTPTError, match="special token"):
             tokenize(["cat", name], found, 5)
@@ -165,7 +165,7 @@ def test_names_with_equal_tokens_are_duplicates(kind: str) -> None:
     names = ["Cat", "red_kite", "dog", "cat", "red  Kite", "cats", "CAT", "red kite "]
     tokens = tokenize(names, model.model.text.tokenizer, 20)
     assert tokens.names == ("Cat", "red kite", "dog", "cat", "red Kite", "cats", "CAT", "red kite")
-    assert tokens.same.tolist() == [0, 1, 2, 0, 1, 5, 0, 1]
+    assert tokens.name_ids.tolist() == [0, 1, 2, 0, 1, 5, 0, 1]
     assert tokens.duplicates == ["Cat", "red kite"]
     assert len(tokens) == len(names)
     assert [list(ids) for ids in tokens.ids] == [model.encode(name) for name in tokens.names]
@@ -173,7 +173,7 @@ def test_names_with_equal_tokens_are_duplicates(kind: str) -> None:
 
 def test_different_names_are_not_duplicates() -> None:
     tokens = tokenize(["cat", "dog"], CLIP, 20)
-    assert tokens.same.tolist() == [0, 1]
+    assert tokens.name_ids.tolist() == [0, 1]
     assert tokens.duplicates == []
 
 
@@ -183,7 +183,7 @@ def test_ids_of_unicode_names_equal_open_clip() -> None:
     tokens = tokenize(names, CLIP, 20)
     for name, ids in zip(names, tokens.ids, strict=True):
         assert OPEN_CLIP([name])[0, 1 : len(ids) + 2].tolist() == [*ids, 49407]
-    assert tokens.same.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert tokens.name_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
 
 
 def test_name_and_full_stop_are_tokenised_together_in_the_end_view() -> None:
@@ -255,10 +255,10 @@ def test_subset_of_classes_keeps_tokens_and_duplicates() -> None:
     some = tokens.subset([5, 4, 3, 2, 1])
     assert some.names == ("cat", "DOG", "red kite", "Cat", "dog")
     assert some.ids == tuple(tokens.ids[i] for i in (5, 4, 3, 2, 1))
-    assert some.same.tolist() == [0, 1, 2, 0, 1]
+    assert some.name_ids.tolist() == [0, 1, 2, 0, 1]
     assert some.duplicates == ["cat", "DOG"]
     assert tokens.subset([3, 1]).duplicates == []
-    assert tokens.subset(range(6)).same.tolist() == tokens.same.tolist()
+    assert tokens.subset(range(6)).name_ids.tolist() == tokens.name_ids.tolist()
 
 
 @settings(max_examples=60, deadline=None)
@@ -271,7 +271,7 @@ def test_random_names_are_tokenised_or_raise_selftpt_error(names: list[str], max
     for i, ids in enumerate(tokens.ids):
         assert 1 <= len(ids) <= max_tokens
         assert not {49406, 49407} & set(ids)
-        assert int(tokens.same[i]) == tokens.ids.index(ids)
+        assert int(tokens.name_ids[i]) == tokens.ids.index(ids)
 
 
 def test_length_limit_applies_to_the_complete_sentence() -> None:

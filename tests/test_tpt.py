@@ -18,10 +18,10 @@ from selftpt.data.sources import Source
 from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.errors import SelfTPTError
 from selftpt.methods import METHODS, FitContext
-from selftpt.methods.c_tpt import C_TPT, CTptConfig, dispersion
+from selftpt.methods.c_tpt import C_TPT, CTptConfig, text_feature_dispersion
 from selftpt.methods.coop import CoopTrainConfig
 from selftpt.methods.tda import CONFIDENT, merge
-from selftpt.methods.tpt import TPT, CoopTptConfig, TptConfig, Tuner, mean_entropy, most_confident
+from selftpt.methods.tpt import TPT, CoopTptConfig, TptConfig, Tuner, marginal_entropy, most_confident
 from tests.helpers.folders import make_photos
 from tests.helpers.methods import raise_error
 from tests.helpers.models import Small, model, relative, small
@@ -56,12 +56,12 @@ def check(small: Small, names: list[str] = NAMES, spread: float | None = None, *
     (views,) = views_of(small)
     begin = small.embedding[torch.tensor(small.encode(WORDS))]
     tau = 1 / small.model.scale
-    expected = oracle.tune(small, names, begin, views, tau, 0.3, spread=spread or 0.0, **more)
+    expected = oracle.tune(small, names, begin, views, tau, 0.3, dispersion_weight=spread or 0.0, **more)
     for chunk in (None, 2):
         tuner = tuner_of(small, names, spread, chunk=chunk, **more)
-        objective = tuner.objective(views)
-        assert objective(tuner.features).item() == pytest.approx(expected.loss, rel=1e-9)
-        assert relative(tuner.first_gradient(objective), expected.gradient) < 1e-9
+        loss = tuner.view_loss(views)
+        assert loss(tuner.class_features).item() == pytest.approx(expected.loss, rel=1e-9)
+        assert relative(tuner.first_gradient(loss), expected.gradient) < 1e-9
         assert relative(tuner.tune(views), expected.prompt) < 1e-6
         assert relative(tuner(views[None])[0], expected.probabilities) < 1e-6
     assert relative(begin, expected.prompt) > 1e-3
@@ -93,7 +93,8 @@ def test_float32_is_close_to_float64() -> None:
 def test_selection_and_loss_equal_the_reference(views: int, classes: int, ratio: float, seed: int) -> None:
     logits = 3 * torch.randn(views, classes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     assert most_confident(logits, ratio).tolist() == oracle.lowest_entropy(oracle.softmax(logits), ratio)
-    assert mean_entropy(logits).item() == pytest.approx(oracle.mean_entropy(oracle.softmax(logits)).item(), rel=1e-9)
+    expected = oracle.marginal_entropy(oracle.softmax(logits)).item()
+    assert marginal_entropy(logits).item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_default_keeps_six_of_64_views() -> None:
 def test_loss_of_certain_views_is_finite() -> None:
     """Probabilities that are 0 in float32 contribute nothing."""
     logits = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, -1e4]], requires_grad=True)
-    loss = mean_entropy(logits)
+    loss = marginal_entropy(logits)
     loss.backward()
     assert loss.item() == 0
     assert logits.grad is not None
@@ -130,7 +131,7 @@ def test_loss_of_certain_views_is_finite() -> None:
 @given(st.integers(2, 6), st.integers(1, 5), st.integers(0, 10**6))
 def test_dispersion_equals_the_reference(classes: int, width: int, seed: int) -> None:
     vectors = torch.randn(classes, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    found = dispersion(F.normalize(vectors, dim=-1))
+    found = text_feature_dispersion(F.normalize(vectors, dim=-1))
     assert found.item() == pytest.approx(oracle.dispersion(vectors).item(), rel=1e-9, abs=1e-12)
 
 
@@ -140,7 +141,7 @@ def test_c_tpt_moves_class_vectors_apart() -> None:
     apart = []
     for spread in (0.0, 50.0):
         tuner = tuner_of(tiny, spread=spread)
-        apart.append(dispersion(F.normalize(tuner.encoder(tuner.tune(views))[0], dim=-1)).item())
+        apart.append(text_feature_dispersion(F.normalize(tuner.encoder(tuner.tune(views))[0], dim=-1)).item())
     assert apart[1] > apart[0]
     assert torch.equal(tuner_of(tiny, spread=0.0)(views[None]), tuner_of(tiny)(views[None]))
 
@@ -164,7 +165,7 @@ def test_text_forward_passes_per_image(chunk: int | None, forwards: int) -> None
 
 def test_coop_tpt_starts_from_the_prompt_of_coop(tmp_path: Path) -> None:
     """The prompt is learned once for both methods, in one file."""
-    source = Source.from_folder(make_photos(tmp_path / "photos", each=2))
+    source = Source.from_folder(make_photos(tmp_path / "photos", per_class=2))
     context = FitContext(model(), source, tmp_path / "learned", on_error=raise_error)
     image = views_of(small("vit"), count=3)[:, :1]
     coop, coop_tpt = METHODS["coop"], METHODS["coop+tpt"]

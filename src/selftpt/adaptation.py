@@ -87,9 +87,11 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
         if "hand_crafted" in contrast.views:
             hand_crafted = encode_template(model.text, tokens, contrast.template, config.chunk)
         encoder = TextEncoder(model.text, tokens, length, contrast.learned, chunk=config.chunk)
-        task = Task(encoder, hand_crafted, tokens.same.to(device), contrast)
+        task = Task(encoder, hand_crafted, tokens.name_ids.to(device), contrast)
         optimizer = torch.optim.SGD([context], lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-        forwards = config.steps * (len(encoder.forwards) + (0 if encoder.unchunked else len(encoder.no_graph_forwards)))
+        forwards = config.steps * (
+            len(encoder.forwards) + (0 if encoder.single_pass else len(encoder.no_graph_forwards))
+        )
         with Bar("adapting", forwards) as bar:
             encoder.on_forward = bar.step
             for _ in range(config.steps):

@@ -77,7 +77,7 @@ class Classifier:
     Attributes:
         names: Class names, [C].
         weights: Class vectors [C, D], on the CPU.
-        scale: 1 / τ of Eq. 1.
+        scale: Logit scale, 1 / τ of Eq. 1.
         model_id: Identifies the model.
         origin: How the class vectors were made.
         model: The model; None until it is loaded.
@@ -96,7 +96,20 @@ class Classifier:
 
     @classmethod
     def of(cls, model: Model, names: Sequence[str], weights: Tensor, **origin: Any) -> Classifier:
-        """Make a classifier from class vectors [C, D] of a model; `origin` says how they were made."""
+        """Make a classifier from the class vectors of a model.
+
+        Args:
+            model: The model.
+            names: Class names, [C].
+            weights: Class vectors, [C, D].
+            **origin: How the class vectors were made, as JSON values.
+
+        Returns:
+            The classifier.
+
+        Raises:
+            SelfTPTError: The names are not a sequence of strings.
+        """
         return cls(tuple(names), weights.cpu(), model.scale, model.id, {**origin, "selftpt": __version__}, model)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +121,14 @@ class Classifier:
         return f"Classifier({len(self.names)} classes: {shown}; model {self.model_id})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the classifier to a safetensors file of a few kB, without the model."""
+        """Write the classifier to a safetensors file, without the model.
+
+        Args:
+            path: The file. It takes a few kB per class.
+
+        Raises:
+            SelfTPTError: The file cannot be written.
+        """
         header = {
             "model": dataclasses.asdict(self.model_id),
             "random_init": self.model_id.random_init,
@@ -126,6 +146,9 @@ class Classifier:
             path: The file that `save` wrote.
             model: Its model. By default the model that the file names is loaded when it is first needed, if it is the
                 embedded one or one that open_clip publishes.
+
+        Returns:
+            The classifier.
 
         Raises:
             SelfTPTError: The file cannot be read, is not a valid classifier, or was made with another model.
@@ -155,6 +178,9 @@ class Classifier:
                 embedded one or one that open_clip publishes.
             revision: A branch, tag or commit; by default the main branch.
             token: An access token of the hub; by default HF_TOKEN or the token of `hf auth login`.
+
+        Returns:
+            The classifier.
 
         Raises:
             SelfTPTError: The file cannot be downloaded, is not a valid classifier, or was made with another model.
@@ -217,6 +243,9 @@ class Classifier:
             model: The model that the classifier was made with.
             what: What to call the classifier in error messages.
 
+        Returns:
+            The copy. The class vectors are shared.
+
         Raises:
             SelfTPTError: The classifier was made with another model.
         """
@@ -235,7 +264,7 @@ class Classifier:
             features: L2-normalised image features, [..., D].
 
         Returns:
-            [..., C], on the device of the features.
+            Probabilities [..., C], on the device of the features.
         """
         key = features.device, features.dtype
         if key not in self._on_device:
@@ -243,7 +272,14 @@ class Classifier:
         return (self.scale * features @ self._on_device[key].t()).softmax(-1)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Return the mean probabilities [N, C] over the V views of N images, given L2-normalised features [N, V, D]."""
+        """Compute the class probabilities of images, averaged over their views.
+
+        Args:
+            features: L2-normalised features of V views of N images, [N, V, D].
+
+        Returns:
+            Probabilities, [N, C].
+        """
         return self.probabilities(features).mean(-2)
 
     @overload
@@ -277,16 +313,16 @@ class Classifier:
             images: One image or a list of images: paths, PIL images, uint8 arrays [H, W, 3], uint8 tensors [3, H, W],
                 or preprocessed float tensors [3, S, S]. A folder or a pattern such as `"photos/*.jpg"` stands for the
                 list of its images.
-            top: Number of classes in each prediction.
+            top: Maximum number of classes in each prediction; by default `config.top`.
             config: The configuration of stage 3; `PredictConfig(views=64)` is Self-TPT-v.
             on_error: Called for every image of a list that cannot be used; the image is then left out. By default a
                 warning is issued.
 
         Returns:
-            A `Prediction` for one image; a list of them, in the order of the input, for a list.
+            A `Prediction` for one image; a list of them, in the order of the input, for a list, folder or pattern.
 
         Raises:
-            SelfTPTError: An argument is invalid, or a single image cannot be used.
+            SelfTPTError: An argument is invalid, the model cannot be loaded, or a single image cannot be used.
 
         Example:
             >>> import numpy as np, selftpt
@@ -304,9 +340,20 @@ class Classifier:
         config: PredictConfig | None = None,
         on_error: OnError = warn_of,
     ) -> Iterator[Prediction]:
-        """Classify images one after the other; the arguments are those of `predict`.
+        """Classify images one after the other.
 
-        `images` is consumed lazily, so it need not fit into memory. Arguments are checked at the call.
+        Args:
+            images: As in `predict`. An iterable is consumed lazily, so its images need not fit into memory.
+            top: As in `predict`.
+            config: As in `predict`.
+            on_error: Called for every image that cannot be used; the image is then left out. By default a warning is
+                issued.
+
+        Returns:
+            An iterator over one `Prediction` per image, in the order of the input.
+
+        Raises:
+            SelfTPTError: An argument is invalid, or the model cannot be loaded. This is checked at the call.
         """
         stream, top = self._stream(config, top)
         return predict_each(stream, as_list(images), self.names, top, on_error)
@@ -322,13 +369,13 @@ class Classifier:
         Args:
             images: As in `predict`.
             config: The configuration of stage 3; its `top` is not used.
-            on_error: Called for every image of a list that cannot be used.
+            on_error: Called for every image of a list that cannot be used. By default a warning is issued.
 
         Returns:
-            [N, C]; the row of an image that cannot be used is NaN.
+            Probabilities, [N, C]. The row of an image that cannot be used is NaN.
 
         Raises:
-            SelfTPTError: An argument is invalid, or a single image cannot be used.
+            SelfTPTError: An argument is invalid, the model cannot be loaded, or a single image cannot be used.
         """
         return probability_matrix(self._stream(config, None)[0], images, len(self.names), on_error)
 

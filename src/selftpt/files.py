@@ -243,7 +243,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Schema:
     """Required content of a kind of file, which is checked when a file is written and when it is read.
 
-    Args:
+    Attributes:
         header: The type of each entry of the header: `int`, `float`, `bool`, `str` (without control characters), `list`
             or `dict` of anything, `X | None`, or a mapping that is the schema of an object. All entries are required,
             and no others are allowed.
@@ -449,14 +449,14 @@ def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema |
         if not 0 < int.from_bytes(file.read(8), "little") <= MAX_HEADER:
             raise ValueError("no header")
         with safe_open(path, framework="numpy") as opened:  # unlike "pt", it opens paths that are not UTF-8
-            signature, brace, rest = opened.metadata()["selftpt"].partition("{")
+            header_digest, brace, rest = opened.metadata()["selftpt"].partition("{")
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             layout = {name: {"dtype": s.get_dtype(), "shape": s.get_shape()} for name, s in slices.items()}
         header: dict[str, Any] = parse_json(text := brace + rest)
         format, found_kind = header["format"], header["kind"]
         if type(format) is not int or type(found_kind) is not str or CONTROL.search(found_kind):
             raise ValueError("no format or kind")
-        if signature and format == FORMAT:
+        if header_digest and format == FORMAT:
             for name, entry in layout.items():
                 entry["sha256"] = str(header["tensors"][name]["sha256"])
     except (SafetensorError, ValueError, TypeError, KeyError) as error:
@@ -468,9 +468,9 @@ def _read_header(path: Path, file: IO[bytes], kind: str | None, schema: Schema |
             f"{_printable(path)} has format {format}, and this version of selftpt reads formats up to {FORMAT}: "
             "use the version that wrote it, or a newer one"
         )
-    if not (format > 1) == bool(signature) == ("tensors" in header):
+    if not (format > 1) == bool(header_digest) == ("tensors" in header):
         raise _damaged(path, "it has no digest")
-    if signature and signature != f"{sha256(text.encode()).hexdigest()} ":
+    if header_digest and header_digest != f"{sha256(text.encode()).hexdigest()} ":
         raise _damaged(path, "its header does not match its digest")
     for name, entry in layout.items():
         # A size of 0 counts as 1, because torch cannot represent a shape whose other sizes overflow.

@@ -142,8 +142,8 @@ def prompt_training(
         batch = Batch(crops.to(device), classes.to(device), model.scale)
         prompt, *rest = state.parameters
         result = joint_step(task, prompt, Head(*rest), batch, state.memory.get("average"), config)
-        state.memory["average"] = result.average
-        return result.losses, [result.prompt, *result.head]
+        state.memory["average"] = result.average_gradient
+        return result.losses, [result.prompt_gradient, *result.head_gradients]
 
     return Training(PARAMETERS, state, gradients, len(labels), config)
 
@@ -182,7 +182,7 @@ class ClassLists:
         contrasted = config.contrast.learned if config.contrasts else ()
         views = [view for view in VIEWS if view == "end" or view in contrasted]  # Eq. 2 uses the end view
         encoder = TextEncoder(self.model.text, tokens, config.length, views, chunk=config.chunk)
-        return Task(encoder, hand_crafted, tokens.same.to(self.model.device), config.contrast)
+        return Task(encoder, hand_crafted, tokens.name_ids.to(self.model.device), config.contrast)
 
     def draw(self, labels: Sequence[int], seed: str) -> tuple[Task, Tensor]:
         """Return the class list of a step, and the labels [B] of the batch as indices into it."""

@@ -1,4 +1,7 @@
-"""Cross-entropy, contrastive prompt tuning and gradient matching: pure functions of tensors."""
+"""Cross-entropy, contrastive prompt tuning and gradient matching: pure functions of tensors.
+
+Equation numbers refer to the Self-TPT paper (Efficient Test-Time Prompt Tuning for Vision-Language Models).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,15 @@ from selftpt.config import Matching, Reduction
 
 
 class Head(NamedTuple):
-    """The projection head h: two linear layers with a ReLU between them.
+    """Parameters of a two-layer perceptron with a ReLU: Self-TPT's projection head h or CoCoOp's meta-network.
+
+    D is the input width, E the hidden width and F the output width.
 
     Attributes:
         w1: Weights of the first layer, [E, D].
-        b1: Its bias, [E].
+        b1: Bias of the first layer, [E].
         w2: Weights of the second layer, [F, E].
-        b2: Its bias, [F].
+        b2: Bias of the second layer, [F].
     """
 
     w1: Tensor
@@ -30,38 +35,41 @@ class Head(NamedTuple):
 
 
 def project(features: Tensor, head: Head, normalize: bool = True) -> Tensor:
-    """Apply the projection head to text features: z = h(g(t)).
+    """Apply the two-layer perceptron.
 
     Args:
-        features: Text features, [..., D].
-        head: The projection head.
+        features: Text features, or image features for CoCoOp, [..., D].
+        head: The parameters of the perceptron.
         normalize: Whether the result is L2-normalised.
 
     Returns:
-        [..., F].
+        Projected features, [..., F].
     """
     z = F.linear(F.relu(F.linear(features, head.w1, head.b1)), head.w2, head.b2)
     return F.normalize(z, dim=-1) if normalize else z
 
 
-def cross_entropy(images: Tensor, classes: Tensor, labels: Tensor, scale: float) -> Tensor:
+def cross_entropy(image_features: Tensor, class_features: Tensor, labels: Tensor, scale: float) -> Tensor:
     """Compute the cross-entropy of Eq. 3 with the probabilities of Eq. 1.
 
     Args:
-        images: L2-normalised image features, [B, D].
-        classes: Text features, [C, D]; they need not be normalised.
-        labels: [B].
-        scale: 1 / τ.
+        image_features: L2-normalised image features, [B, D].
+        class_features: Text features of the classes, [C, D]; they need not be normalised.
+        labels: Class indices, [B].
+        scale: Logit scale, 1 / τ.
+
+    Returns:
+        The mean over the batch, a scalar.
     """
-    return F.cross_entropy(scale * images @ F.normalize(classes, dim=-1).t(), labels)
+    return F.cross_entropy(scale * image_features @ F.normalize(class_features, dim=-1).t(), labels)
 
 
 def cpt(
     z: Tensor,
-    same: Tensor | None = None,
+    name_ids: Tensor | None = None,
     temperature: float = 0.07,
     reduction: Reduction = "mean",
-    held: int = 1 << 20,
+    max_similarities: int = 1 << 20,
 ) -> Tensor:
     """Compute the contrastive prompt tuning loss of Eq. 9 over V views of C classes.
 
@@ -70,20 +78,26 @@ def cpt(
 
     Args:
         z: Projected text features, [V, C, F].
-        same: An integer per class, [C]. Classes with equal integers are not negatives of each other.
+        name_ids: Name index of each class, [C]. Classes with equal indices are not negatives of each other. None makes
+            all other classes negatives.
         temperature: τ.
         reduction: Mean or sum over the V·C terms.
-        held: Approximate number of the [VC, VC] similarities that are in memory at once. If there are more, they are
-            computed in blocks of rows, and recomputed in the backward passes.
+        max_similarities: Approximate number of entries of the [VC, VC] similarity matrix in memory at once; a block has
+            at least 64 rows. A larger matrix is computed in blocks of rows, which are recomputed in the backward
+            passes.
+
+    Returns:
+        The loss, a scalar.
     """
     views, classes, _ = z.shape
-    others = ~torch.eye(views, dtype=torch.bool, device=z.device)
+    same_view = torch.eye(views, dtype=torch.bool, device=z.device)
     positive = torch.einsum("vcf,wcf->vcw", z, z) / temperature
-    positive = positive.masked_fill(~others[:, None], float("-inf")).logsumexp(-1).flatten()
+    positive = positive.masked_fill(same_view[:, None], float("-inf")).logsumexp(-1).flatten()
 
-    if same is not None and len(same.unique()) == classes:
-        same = None
-    total: Tensor = _Denominator.apply(z.flatten(0, 1), _Similarity(views, classes, same, temperature, held))
+    if name_ids is not None and len(name_ids.unique()) == classes:
+        name_ids = None
+    similarity = _Similarity(views, classes, name_ids, temperature, max_similarities)
+    total: Tensor = _Denominator.apply(z.flatten(0, 1), similarity)
     terms = total - positive
     return terms.mean() if reduction == "mean" else terms.sum()
 
@@ -94,23 +108,26 @@ class _Similarity:
 
     views: int
     classes: int
-    same: Tensor | None
+    name_ids: Tensor | None
     temperature: float
-    held: int
+    max_similarities: int
 
     def blocks(self, z: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of rows of S, in order. All blocks use the same memory, which the caller may overwrite."""
+        """Yield the row indices and the values of each block of rows of S, in order.
+
+        Each block reuses the buffer of the previous one. The caller may modify a block in place.
+        """
         count = len(z)
-        size = min(max(64, self.held // count), count)
+        size = min(max(64, self.max_similarities // count), count)
         memory = z.new_empty(size, count)
         index = torch.arange(self.classes, device=z.device).repeat(self.views)
-        same = None if self.same is None else self.same.repeat(self.views)
+        name_ids = None if self.name_ids is None else self.name_ids.repeat(self.views)
         for first in range(0, count, size):
             rows = slice(first, min(first + size, count))
             block = memory[: rows.stop - first]
             torch.mm(z[rows], z.t(), out=block).div_(self.temperature)
-            if same is not None:
-                equal = same[rows, None] == same
+            if name_ids is not None:
+                equal = name_ids[rows, None] == name_ids
                 block.masked_fill_(equal.logical_and_(index[rows, None] != index), float("-inf"))
             block.diagonal(first).fill_(float("-inf"))
             yield rows, block
@@ -183,23 +200,43 @@ def _softmax(block: Tensor, total: Tensor) -> Tensor:
 
 
 def moving_average(average: Tensor | None, gradient: Tensor, decay: float) -> Tensor:
-    """Update the moving average of Eq. 11: the first gradient itself, then α · average + (1 - α) · gradient."""
+    """Update the exponential moving average of gradients (Eq. 11).
+
+    Args:
+        average: The average of the previous step; None in the first step.
+        gradient: The gradient of this step, of the same shape.
+        decay: α.
+
+    Returns:
+        The gradient itself in the first step, then α · average + (1 - α) · gradient.
+    """
     return gradient if average is None else decay * average + (1 - decay) * gradient
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the cosine of Eq. 10 between two gradients of the same shape; 0 if one of them is zero."""
+    """Compute the cosine between two gradients of the same shape (Eq. 10).
+
+    Args:
+        a: A gradient.
+        b: Another gradient.
+
+    Returns:
+        The cosine, a scalar; 0 if either gradient is zero.
+    """
     norms = a.norm() * b.norm()
     product = (a * b).sum()
-    return product / norms if norms > 0 else product
+    return product / norms if norms > 0 else product  # `product` is 0 here and keeps the graph
 
 
 def gradient_matching(target: Tensor, gradient: Tensor, kind: Matching = "cosine") -> Tensor:
-    """Compute the gradient matching loss of Eq. 12, 1 - cos(target, gradient).
+    """Compute the gradient matching loss: 1 - cosine (Eq. 12), or the mean squared error of the paper's ablation.
 
     Args:
         target: The averaged gradient of the cross-entropy, [M, d]; a constant.
         gradient: The gradient of CPT, [M, d], with an autograd graph.
-        kind: "cosine", or "mse" for the mean squared difference of the paper's ablation.
+        kind: "cosine" or "mse".
+
+    Returns:
+        The loss, a scalar.
     """
     return 1 - cosine(target, gradient) if kind == "cosine" else F.mse_loss(gradient, target)

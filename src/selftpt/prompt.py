@@ -50,7 +50,14 @@ class Prompt:
         return f"Prompt({len(self.context)} context vectors for {self.model}{learned})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the prompt to a safetensors file."""
+        """Write the prompt to a safetensors file, without the model.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SelfTPTError: The file cannot be written.
+        """
         header = {
             "model": dataclasses.asdict(self.model),
             "random_init": self.model.random_init,
@@ -61,6 +68,9 @@ class Prompt:
 
     def check(self, model: Model) -> None:
         """Check that the prompt was learned for a model.
+
+        Args:
+            model: The model.
 
         Raises:
             SelfTPTError: The prompt was learned for another model, or its dimensions do not match.
@@ -75,7 +85,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """A digest of the content."""
+        """A digest of the context vectors, the head, the CPT configuration and the identity of the model."""
         sha = hashlib.sha256(repr((self.contrast, self.model)).encode())
         for tensor in (self.context, *self.head):
             sha.update(f"{tuple(tensor.shape)}".encode())
@@ -86,17 +96,37 @@ class Prompt:
     def of(
         cls, tensors: Mapping[str, Tensor], contrast: ContrastConfig, model: ModelId, origin: Mapping[str, Any]
     ) -> Prompt:
-        """Make a prompt from the tensors `context`, `w1`, `b1`, `w2`, `b2`."""
+        """Make a prompt from named tensors.
+
+        Args:
+            tensors: The context `context` [M, d], and the tensors `w1`, `b1`, `w2` and `b2` of the head.
+            contrast: The configuration of CPT.
+            model: Identifies the model that the prompt was learned for.
+            origin: How it was learned.
+
+        Returns:
+            The prompt.
+        """
         return cls(tensors["context"], Head(*(tensors[name] for name in Head._fields)), contrast, model, origin)
 
     @classmethod
     def embedded(cls) -> Prompt:
-        """Load the prompt that is included in selftpt, for its embedded model."""
+        """Load the prompt that is included in selftpt.
+
+        Returns:
+            The prompt, which works with the embedded model only.
+        """
         return cls.load(EMBEDDED_FILES / "prompt.safetensors")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Prompt:
         """Read a prompt from a file.
+
+        Args:
+            path: The file that `save` or `selftpt.learn` wrote.
+
+        Returns:
+            The prompt.
 
         Raises:
             SelfTPTError: The file cannot be read, is damaged, or is not a prompt.
@@ -117,6 +147,9 @@ class Prompt:
             repo: The repository, `"user/name"`.
             revision: A branch, tag or commit; by default the main branch.
             token: An access token of the hub; by default HF_TOKEN or the token of `hf auth login`.
+
+        Returns:
+            The prompt.
 
         Raises:
             SelfTPTError: The file cannot be downloaded or is not a valid prompt.
@@ -174,10 +207,19 @@ class Prompt:
 
 
 def initial_context(model: Model, length: int, words: str, generator: torch.Generator) -> Tensor:
-    """Return the initial context vectors [M, d]: the token embeddings of `words`.
+    """Initialise context vectors with the token embeddings of words.
 
     If `words` has more than `length` tokens, the last ones are used, which are next to the class name. If it has fewer,
     random vectors with a standard deviation of 0.02 are prepended.
+
+    Args:
+        model: The model.
+        length: Number M of context vectors.
+        words: The words.
+        generator: The random generator.
+
+    Returns:
+        Context vectors [M, d], on the CPU.
     """
     embedded = model.text.embed_words(words)[-length:].cpu()
     sampled = torch.empty(length - len(embedded), model.text.width).normal_(0, 0.02, generator=generator)
@@ -185,13 +227,16 @@ def initial_context(model: Model, length: int, words: str, generator: torch.Gene
 
 
 def initial_head(dimension: int, hidden: int, projection: int, generator: torch.Generator) -> Head:
-    """Return the initial projection head, with Xavier-uniform weights and zero biases.
+    """Initialise the projection head with Xavier-uniform weights and zero biases.
 
     Args:
         dimension: Dimension D of the text features.
         hidden: Hidden width E.
         projection: Output width F.
-        generator: Source of the random weights.
+        generator: The random generator.
+
+    Returns:
+        The head, on the CPU.
     """
     w1, w2 = torch.empty(hidden, dimension), torch.empty(projection, hidden)
     for weight in (w1, w2):

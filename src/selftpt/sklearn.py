@@ -75,6 +75,9 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             X: Images, [N].
             y: Class names, or labels whose class names are in `names`, [N].
 
+        Returns:
+            The estimator itself.
+
         Raises:
             SelfTPTError: A label is not a class name and is not in `names`, or the method cannot be fitted.
         """
@@ -98,7 +101,13 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Sequence[Any]) -> NDArray[np.float32]:  # noqa: N803
-        """Return the probabilities [N, C] of `classes_` for N images.
+        """Compute the probabilities of `classes_`.
+
+        Args:
+            X: Images, [N].
+
+        Returns:
+            Probabilities, [N, C].
 
         Raises:
             SelfTPTError: An image cannot be used.
@@ -107,7 +116,13 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self.predictor_.predict_proba(list(X), cache=self.cache or Cache(), on_error=raise_error)
 
     def predict(self, X: Sequence[Any]) -> NDArray[Any]:  # noqa: N803
-        """Return the most probable of `classes_` for each of N images, [N].
+        """Predict the most probable of `classes_`.
+
+        Args:
+            X: Images, [N].
+
+        Returns:
+            A label for each image, [N].
 
         Raises:
             SelfTPTError: An image cannot be used.

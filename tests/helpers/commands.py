@@ -6,17 +6,22 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Answer(NamedTuple):
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
+
     code: int
     out: str
     err: str
 
 
-Run = Callable[..., Answer]
+Run = Callable[..., CommandResult]
 
 
-def refused(answer: Answer, *words: str) -> None:
-    """Check that a command failed with exit code 2, one line with the given words on stderr, and an empty stdout."""
+def refused(answer: CommandResult, *words: str) -> None:
+    """Assert that a command failed with exit code 2, an empty stdout and, apart from notes, one line on stderr.
+
+    The line contains the given words.
+    """
     assert answer.code == 2, answer
     lines = [line for line in answer.err.splitlines() if not line.startswith("note: ")]
     assert len(lines) == 1, answer.err
@@ -24,4 +29,4 @@ def refused(answer: Answer, *words: str) -> None:
     assert "Traceback" not in answer.err
     assert answer.out == ""
     for word in words:
-        assert word in answer.err, answer.err
+        assert word in lines[0], answer.err

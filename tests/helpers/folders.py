@@ -34,22 +34,22 @@ def make_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale", "kite"), each: int = 3) -> Path:
+def make_photos(folder: Path, classes: tuple[str, ...] = ("red_fox", "blue whale", "kite"), per_class: int = 3) -> Path:
     """Create a folder with one folder of small noise images per class."""
     rng = random.Random(0)
     for name in classes:
-        for i in range(each):
+        for i in range(per_class):
             path = folder / name / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (48, 40), rng.randbytes(48 * 40 * 3)).save(path)
     return folder
 
 
-def make_generated(folder: Path, images: Sequence[Path], each: int) -> Path:
+def make_generated(folder: Path, images: Sequence[Path], per_image: int) -> Path:
     """Create a folder of generated images in the layout that DiffTPT reads; every image is different."""
     for i, path in enumerate(images):
         target = folder / path.parent.name / path.name
         target.mkdir(parents=True)
-        for k in range(each):
-            noise(i * each + k).save(target / f"{k:02d}.png")
+        for k in range(per_image):
+            noise(i * per_image + k).save(target / f"{k:02d}.png")
     return folder

@@ -2,7 +2,7 @@
 
 `small(kind)` returns a model and the facts about it that the reference implementations need. These facts are written
 here and not computed by selftpt. The parameters are perturbed, because a new open_clip model has zero biases, unit
-LayerNorm weights and almost uniform attention, which would hide all_ids mistakes.
+LayerNorm weights and almost uniform attention, which would hide mistakes.
 """
 
 from __future__ import annotations

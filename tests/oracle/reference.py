@@ -229,10 +229,10 @@ class Joint:
     """Losses by name and gradients of their weighted sum."""
 
     losses: Mapping[str, Tensor]
-    prompt: Tensor
-    head: list[Tensor]
+    prompt_gradient: Tensor
+    head_gradients: list[Tensor]
     by_ce: Tensor
-    average: Tensor
+    average_gradient: Tensor
 
 
 def contrast_loss(

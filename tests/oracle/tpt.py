@@ -23,7 +23,7 @@ def entropy(p: Tensor) -> Tensor:
     return -sum(value * torch.log(value) for value in p)
 
 
-def mean_entropy(p: Tensor) -> Tensor:
+def marginal_entropy(p: Tensor) -> Tensor:
     """Return the entropy of the mean of distributions [K, C]."""
     return entropy(sum(one for one in p) / len(p))
 
@@ -59,8 +59,15 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """Loss and gradient of the first step, and the final prompt with the image's probabilities [C]."""
+class TuningResult:
+    """Result of tuning a prompt for one image.
+
+    Attributes:
+        loss: Loss of the first step.
+        gradient: Gradient [M, d] of the first step.
+        prompt: Final prompt [M, d].
+        probabilities: Probabilities [C] of the image with the final prompt.
+    """
 
     loss: float
     gradient: Tensor
@@ -82,15 +89,15 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float((a @ b) / math.sqrt((a @ a) * (b @ b)))
 
 
-def choose(x: Tensor, ratio: float, near: float | None) -> list[int]:
-    """Return the selected views, given their logits [V, C].
+def select_views(x: Tensor, ratio: float, near_ratio: float | None) -> list[int]:
+    """Return the indices of the selected views, given the logits [V, C] of all views.
 
-    If `near` is given, select as DiffTPT does: first keep that ratio of the views, by cosine to the image.
+    If `near_ratio` is given, select as DiffTPT does: first keep that ratio of the other views, by cosine to the image.
     """
-    if near is None:
+    if near_ratio is None:
         return lowest_entropy(softmax(x), ratio)
     others = sorted(range(1, len(x)), key=lambda i: -cosine(x[0], x[i]))
-    kept = [0, *others[: int((len(x) - 1) * near)]]
+    kept = [0, *others[: int((len(x) - 1) * near_ratio)]]
     return [kept[i] for i in lowest_entropy(softmax(x[kept]), ratio)]
 
 
@@ -101,23 +108,24 @@ def tune(
     views: Tensor,
     tau: float,
     ratio: float = 0.1,
-    near: float | None = None,
-    spread: float = 0.0,
+    near_ratio: float | None = None,
+    dispersion_weight: float = 0.0,
     steps: int = 1,
-) -> Tuned:
+) -> TuningResult:
     """Tune a prompt [M, d] on the views [V, D] of one image; the first view is the image itself."""
-    adamw, p, chosen, losses, gradients = AdamW(), prompt.detach(), None, [], []
+    adamw, p = AdamW(), prompt.detach()
+    chosen = first_loss = first_gradient = None
     for _ in range(steps):
         p = p.clone().requires_grad_()
         classes = reference.encode(small, "end", names, p)
         x = logits(views, classes, tau)
         if chosen is None:
-            chosen = choose(x.detach(), ratio, near)
-        loss = mean_entropy(softmax(x[chosen])) - spread * dispersion(classes)
+            chosen = select_views(x.detach(), ratio, near_ratio)
+        loss = marginal_entropy(softmax(x[chosen])) - dispersion_weight * dispersion(classes)
         (gradient,) = torch.autograd.grad(loss, p)
-        losses.append(loss.item())
-        gradients.append(gradient)
+        if first_gradient is None:
+            first_loss, first_gradient = loss.item(), gradient
         p = adamw.step(p.detach(), gradient)
     with torch.no_grad():
         answer = softmax(logits(views[:1], reference.encode(small, "end", names, p), tau))[0]
-    return Tuned(losses[0], gradients[0], p, answer)
+    return TuningResult(first_loss, first_gradient, p, answer)

@@ -3,9 +3,10 @@
 Run it with `python -m tools.embedded_model.evaluate_aerial --images DIR --textures DIR`.
 
 The textures are those of the flight simulator FlightGear (Debian's package flightgear-data-base, Textures/Terrain),
-labelled by their file names. They were used to settle the drawings and the ridge, and nothing else of them is in the
-model. Each line has the accuracy over crops and the mean accuracy over kinds: by the discriminant directions of the
-drawings for several ridges (a very large ridge gives the means of the kinds), and by the words of models.
+labelled by their file names. The drawings were designed on them, and nothing else of them is in the model. The model
+uses a ridge of 1, which is not the best of the ridges that are compared. Each line has the accuracy over crops and the
+mean accuracy over kinds: by the discriminant directions of the drawings for several ridges (a very large ridge gives
+the means of the kinds), and by the words of models.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Target directions of words in the embedding space.
 
-The 1,000 ImageNet classes have a direction each, from the classifier of the image backbone. Kernel ridge regression
+Each of the 1,000 ImageNet classes has a direction, from the classifier of the image backbone. Kernel ridge regression
 extends them to the other nouns of WordNet. A target's norm is the confidence in it, about 1 for an ImageNet class.
 """
 
@@ -58,9 +58,10 @@ class EmbeddingSpace:
         return cls(projection, -projection @ mean, F.normalize(head @ root @ basis.t(), dim=-1))
 
     def invariant_to(self, shift: Tensor) -> EmbeddingSpace:
-        """Make the class directions orthogonal to a shift of image features [1280].
+        """Return a space whose class directions are orthogonal to a shift of image features [1280].
 
-        Image features keep the shift: it scales all cosines of an image, and does not change which is the largest.
+        Image features are not changed: a shift scales all cosines of an image by the same factor, so the predicted
+        class stays the same.
         """
         direction = F.normalize(self.projection @ shift, dim=0)
         rest = self.prototypes - torch.outer(self.prototypes @ direction, direction)
@@ -73,7 +74,7 @@ class EmbeddingSpace:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel of the regression; the defaults were selected by compare_targets.py.
+    """Kernel of the regression. The defaults except `neighbour_ridge` were selected with compare_targets.py.
 
     Attributes:
         name: Weight of the similarity of names.
@@ -100,16 +101,17 @@ class Vocabulary:
 
     Attributes:
         names: The nouns.
-        visual_neighbours: ImageNet classes that look like a word.
-        first_synset: Most frequent synset of each noun [N].
-        sense_noun: Noun of each sense [P].
-        sense_synset: Synset of each sense [P].
+        visual_neighbours: For each lower-case word, the labels of the ImageNet classes that look like the thing it
+            names.
+        first_synset: Index of the most frequent synset of each noun [N].
+        sense_noun: Index of the noun of each sense [P].
+        sense_synset: Index of the synset of each sense [P].
         sense_weight: Weight of each sense [P]; the weights of a noun's senses sum to 1.
         definitions: Definition of each noun's first synset.
         hypernyms: Name of each synset's hypernym.
         name_vectors: Sentence embeddings of the names [N, 384].
         definition_vectors: Sentence embeddings of the synsets' synonyms and definitions [S, 384].
-        hierarchy_vectors: L2-normalised encodings of the synsets' ancestors [S, A].
+        hierarchy_vectors: Encodings of the synsets' ancestors [S, A], with norms of at most 1.
         hyponym_classes: By synset, the ImageNet classes that are the synset or a kind of it.
     """
 
@@ -142,7 +144,11 @@ class Vocabulary:
         )
 
     def subset(self, rows: Tensor) -> Vocabulary:
-        """Return the vocabulary of some nouns: sorted rows that include all ImageNet classes."""
+        """Return the vocabulary restricted to some nouns.
+
+        Args:
+            rows: Sorted indices of nouns, including all ImageNet classes.
+        """
         some, senses = copy(self), torch.isin(self.sense_noun, rows)
         synsets, some.sense_synset = self.sense_synset[senses].unique(return_inverse=True)
         some.sense_noun = torch.searchsorted(rows, self.sense_noun[senses])
@@ -169,7 +175,15 @@ class Vocabulary:
         return directions
 
     def class_groups(self, classes: Tensor) -> dict[int, list[int]]:
-        """Return disjoint groups of 2 to 12 classes by the noun whose first synset they are kinds of."""
+        """Group classes under nouns.
+
+        Args:
+            classes: Labels of the classes.
+
+        Returns:
+            For each noun index, 2 to 12 labels of classes that are hyponyms of the noun's first synset; the groups are
+            disjoint.
+        """
         noun_of = {
             synset: noun for noun, synset in reversed([*enumerate(self.first_synset.tolist())][len(CLASS_NAMES) :])
         }
@@ -191,8 +205,9 @@ class Vocabulary:
     ) -> tuple[Tensor, Tensor]:
         """Predict the targets of all nouns, and of each of their senses.
 
-        Kernel ridge regression from the known classes, whose targets get a norm of about 1, and from the nouns that
-        have visual neighbours. The directions of a noun's hyponyms and visual neighbours are added with weights.
+        The regression is fitted to the known classes and to the nouns that have visual neighbours. Its predictions are
+        scaled so that known classes have a median norm of 1. The weighted mean directions of a noun's hyponyms and
+        visual neighbours are then added.
 
         Args:
             prototypes: Class directions [1000, D].
@@ -274,9 +289,10 @@ class Vocabulary:
 def neighbour_directions(
     names: Sequence[str], visual_neighbours: VisualNeighbours, prototypes: Tensor, known: Tensor
 ) -> Tensor:
-    """Return the mean direction of each word's known visual neighbours [N, D], weighted by 1 / rank, or zeros.
+    """Return the mean direction [N, D] of those visual neighbours of each word that are known classes.
 
-    Known classes get zeros: they have a direction of their own.
+    Directions are weighted by 1 / rank. The result is zero for words without such neighbours, and for known classes,
+    which have a direction of their own.
     """
     available, known_names = {*known.tolist()}, {CLASS_NAMES[label].lower() for label in known}
     directions = torch.zeros(len(names), prototypes.shape[1])
@@ -291,7 +307,7 @@ def neighbour_directions(
 
 
 def discriminant_directions(images: Tensor, kinds: Tensor, ridge: float = 1.0) -> Tensor:
-    """Return the directions of linear discriminant analysis, orthogonal to the mean image.
+    """Return the directions of linear discriminant analysis, orthogonal to the mean of the kinds' mean features.
 
     Args:
         images: Image features [N, D].
@@ -311,7 +327,10 @@ def discriminant_directions(images: Tensor, kinds: Tensor, ridge: float = 1.0) -
 
 
 def accuracy(images: Tensor, class_vectors: Tensor, labels: Tensor) -> float:
-    """Return the fraction of images [N, D] whose nearest class vector [C, D] is that of their label [N]."""
+    """Return the top-1 accuracy of images [N, D] with labels [N].
+
+    The predicted class is the class vector [C, D] with the largest dot product.
+    """
     return ((images @ class_vectors.t()).argmax(1) == labels).float().mean().item()
 
 
@@ -320,9 +339,10 @@ def _rbf(cosine: Tensor, kernel: Kernel) -> Tensor:
 
 
 def _hierarchy_vectors(ancestors: Sequence[frozenset[str]], classes: Tensor) -> Tensor:
-    """Encode the ancestors of synsets so that a cosine is their overlap, in which rare ancestors count more.
+    """Encode the ancestors of synsets [S, A] so that the dot product of two rows is a weighted overlap.
 
-    Only ancestors of classes have a column, but the norms are those over all ancestors.
+    Rare ancestors weigh more. Columns exist only for ancestors of classes, but each row is divided by its norm over all
+    ancestors.
     """
     count: dict[str, int] = {}
     for offset in itertools.chain.from_iterable(ancestors):

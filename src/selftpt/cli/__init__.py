@@ -117,7 +117,7 @@ def main() -> None:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("out of memory|allocate memory", str(error)):
             raise
-        code = _fail("out of memory: lower --chunk, or --batch for predict and classify")
+        code = _fail("out of memory: lower --chunk or --batch, or the setting chunk of a method with --set")
     sys.exit(code)
 
 

@@ -12,7 +12,10 @@ import typer
 
 from selftpt.cli.options import Json, complete_method
 
-KEYS = ("summary", "reference", "needs", "trains_on", "inputs", "requires", "needs_labels", "transductive")
+INFO_FIELDS = (
+    *("summary", "reference", "needs", "trains_on", "inputs", "requires", "needs_labels", "transductive"),
+    *("stochastic", "cost"),
+)
 
 
 def command(
@@ -21,7 +24,7 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the methods that `bench --methods` and `predict --method` take, or the settings of one method."""
+    """List the methods that `bench --methods` and `predict --method` accept, or the settings of one method."""
     from selftpt.methods import METHODS
 
     if method is not None:
@@ -46,7 +49,7 @@ def _row(name: str) -> dict[str, Any]:
     from selftpt.methods import METHODS
 
     info = METHODS.info[name]
-    return {"name": name} | {key: getattr(info, key) for key in (*KEYS, "stochastic", "cost")}
+    return {"name": name} | {key: getattr(info, key) for key in INFO_FIELDS}
 
 
 def _show_settings(name: str, as_json: bool) -> None:

@@ -69,7 +69,7 @@ def command(
         str | None,
         typer.Option(
             metavar="METHOD",
-            help="A method of `selftpt methods` to use instead of a classifier. It needs class names.",
+            help="A method that `selftpt methods` lists, instead of --classifier. It needs --names or --names-file.",
             autocompletion=complete_method,
             rich_help_panel=METHOD,
         ),
@@ -99,11 +99,14 @@ def command(
     """Classify images with a classifier that `selftpt adapt` wrote (stage 3), or with any other method."""
     chosen = chosen_format(format, as_json)
     if (classifier is None) == (method is None):
-        raise SelfTPTError("give either --classifier FILE, which `selftpt adapt` writes, or --method with --names")
+        raise SelfTPTError(
+            "give either --classifier FILE, which `selftpt adapt` writes, or --method with --names or --names-file"
+        )
     if classifier is not None:
         if names or names_file or source or set or template != ContrastConfig.template:
             raise SelfTPTError(
-                "--names, --names-file, --template, --source and --set need --method: a classifier has its own names"
+                "--names, --names-file, --template, --source and --set need --method: a classifier file fixes the "
+                "names and the method"
             )
         if caching != CacheOptions():
             raise SelfTPTError("--cache-mode and --cache-gb need --method: nothing is cached with --classifier")
@@ -124,13 +127,17 @@ def command(
 
     found = find_method(method or "")
     if hasattr(found.config, "descriptors"):
-        if classes.descriptions:
-            changes.setdefault("descriptors", str(names_file))
+        if classes.descriptions and "descriptors" in changes:
+            note("the descriptions of the names file are not used, because --set descriptors replaces them")
+        elif classes.descriptions:
+            changes["descriptors"] = str(names_file)
     else:
         classes.note_unused(found.name)
     settings = configure(found, changes)
     if found.needs_labels and source is None:
-        raise SelfTPTError(f"{method} learns from labelled images: give --source FOLDER, with one folder per class")
+        raise SelfTPTError(
+            f"{method} learns from labelled images: give --source, a folder with one folder per class or a CSV file"
+        )
     if source is not None and not found.needs_labels:
         raise SelfTPTError(f"{method} does not learn from images: remove --source")
     cache, train_set = caching.cache(), None if source is None else Source.read(source)
@@ -174,10 +181,17 @@ def chosen_format(format: Format, as_json: bool) -> Format:
 
 
 def find_inputs(images: list[str]) -> Iterable[Path]:
-    """Find the images that the arguments name. Paths from standard input are read, and checked, as they are used.
+    """Find the images that the arguments name.
+
+    Args:
+        images: Files, folders and patterns. If `-` is one of them, the paths are yielded lazily, and those from
+            standard input are not checked.
+
+    Returns:
+        The paths of the images.
 
     Raises:
-        SelfTPTError: One of them does not exist.
+        SelfTPTError: An argument does not exist; with `-`, when it is reached.
     """
     from selftpt.data.sources import find_images
 
@@ -192,10 +206,11 @@ def print_predictions(
     """Print predictions as they are made.
 
     Args:
-        predict: Makes the predictions. Its argument is called with the error of each image that cannot be used.
+        predict: Function from an error callback to predictions. The callback gets the error of each image that cannot
+            be used.
         paths: The images; a list if their number is known.
         format: The output format.
-        random_init: Whether the model has random weights. The output is then marked.
+        random_init: Whether the model has random weights; the output then says so.
 
     Raises:
         SelfTPTError: No image could be used.
@@ -206,17 +221,17 @@ def print_predictions(
     def report(error: ImageError) -> None:
         failed.append(error)
         if not is_single:
-            note(f"left out {error}")
+            note(f"skipped {error}")
 
     predictions = predict(report)
     if format is Format.table or not sys.stdout.isatty():  # otherwise the printed lines show the progress
         predictions = _with_bar(predictions, len(paths) if isinstance(paths, list) else None)
     done = PRINTERS[format](predictions, random_init)
     if not done:
-        none = f"none of the {len(failed)} images could be used" if failed else "no image was given"
+        none = f"no image could be used ({len(failed)} failed)" if failed else "no image was given"
         raise SelfTPTError(str(failed[0]) if is_single else none)
     if failed:
-        note(f"{len(failed)} of {len(failed) + done} images were left out")
+        note(f"{len(failed)} of {len(failed) + done} images were skipped")
 
 
 def _with_bar(predictions: Iterable[Prediction], total: int | None) -> Iterator[Prediction]:

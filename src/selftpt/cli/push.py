@@ -13,7 +13,7 @@ from selftpt.errors import SelfTPTError
 
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A prompt or a classifier.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The prompt or classifier file to upload.")],
     repo: Annotated[
         str, typer.Argument(metavar="USER/REPO", help="The repository on the hub. It is created if it does not exist.")
     ],
@@ -21,7 +21,7 @@ def command(
         bool | None,
         typer.Option(
             "--private/--public",
-            help="Visibility of a new repository. By default that of your account or organisation.",
+            help="Visibility of a new repository. By default public, unless the organisation's default is private.",
             rich_help_panel=HUB,
         ),
     ] = None,
@@ -41,7 +41,8 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME=PERCENT",
-            help="Top-1 accuracy on a test set, for the model card: 'my test set=81.2'. Repeat it for more test sets.",
+            help="Top-1 accuracy on a test set, for the model card: 'my test set=81.2'. Repeat the option for more "
+            "test sets.",
             rich_help_panel=HUB,
         ),
     ] = None,
@@ -53,13 +54,13 @@ def command(
 ) -> None:
     """Upload a prompt or a classifier to the Hugging Face hub, with a model card. Log in first: `hf auth login`."""
     from selftpt.classifier import Classifier
-    from selftpt.files import read_file
+    from selftpt.files import verify_file
     from selftpt.prompt import Prompt
 
     results = dict(map(_parse_accuracy, accuracy or [])) or None
-    kind = read_file(file)[0]["kind"]
+    kind = verify_file(file)["kind"]
     if kind not in ("prompt", "classifier"):
-        raise SelfTPTError(f"{file} holds a {kind}: only prompts and classifiers can be shared")
+        raise SelfTPTError(f"{file} contains a {kind}: only prompts and classifiers can be uploaded")
     loaded = Prompt.load(file) if kind == "prompt" else Classifier.load(file)
     url = loaded.push_to_hub(
         repo, private=private, revision=revision, commit_message=message, accuracy=results, license=license

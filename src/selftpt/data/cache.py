@@ -378,7 +378,7 @@ def cache_entries(cache: Cache) -> Iterator[CacheEntry]:
     for kind, content in (
         ("classifiers", "adapted classifiers"),
         ("learned", "prompts and other learned parameters"),
-        ("generated", "images that a diffusion model generated; deleted only if named"),
+        ("generated", "images that a diffusion model generated"),
     ):
         files = list(_files(cache.folder / kind))
         if files:

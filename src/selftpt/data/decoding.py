@@ -153,7 +153,7 @@ def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
 
 def warn_of(error: ImageError) -> None:
     """Warn of an image that is left out. This is the default handler of image errors."""
-    warnings.warn(f"left out {error}", SelfTPTWarning, stacklevel=3)
+    warnings.warn(f"skipped {error}", SelfTPTWarning, stacklevel=3)
 
 
 def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:

@@ -78,6 +78,9 @@ class Source:
             source: A folder with one folder of images per class, a CSV file of image paths and class names, a dataset
                 of torchvision or Hugging Face, or a `Source`, which is returned as it is.
 
+        Returns:
+            The labelled images. Images of folders and CSV files are paths; they are read when they are needed.
+
         Raises:
             SelfTPTError: The source cannot be read, or is none of these.
         """
@@ -96,7 +99,13 @@ class Source:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> Source:
-        """Read a folder with one folder of images per class, named like the class.
+        """Read a folder with one folder of images per class, named after the class.
+
+        Args:
+            folder: The folder. Hidden files and folders in it are ignored.
+
+        Returns:
+            The paths of all images below the class folders. Classes are in alphabetical order.
 
         Raises:
             SelfTPTError: The folder cannot be read, has fewer than two classes, or a class has no image.
@@ -124,12 +133,17 @@ class Source:
 
     @classmethod
     def from_csv(cls, file: str | os.PathLike[str]) -> Source:
-        """Read a CSV file with two columns, image path and class name; a first line `path,label` is optional.
+        """Read a CSV file with two columns, image path and class name.
 
-        Relative paths start at the folder of the file. Classes are in alphabetical order.
+        Args:
+            file: The CSV file, in UTF-8. A first line `path,label` is optional. Relative paths are resolved against the
+                folder of the file.
+
+        Returns:
+            The paths of the images, in the order of the file. Classes are in alphabetical order.
 
         Raises:
-            SelfTPTError: The file cannot be read, or has images of fewer than two classes.
+            SelfTPTError: The file cannot be read, a line is invalid, or there are fewer than two classes.
         """
         path = Path(file)
         rows: list[tuple[Path, str]] = []
@@ -155,24 +169,33 @@ class Source:
     def from_images(
         cls, images: Sequence[ImageInput], labels: Sequence[str | int], names: Sequence[str] | None = None
     ) -> Source:
-        """Make a source of images in memory, or of paths.
+        """Make a source from a list of images.
 
         Args:
             images: Paths, PIL images, arrays or tensors, as `Classifier.predict` takes them.
             labels: The class of each image: its name, or its index in `names`.
             names: The class names; by default those of the labels in alphabetical order.
+
+        Returns:
+            The source, with labels as indices of the class names.
+
+        Raises:
+            SelfTPTError: A label is not one of the class names, or the numbers of images and labels differ.
         """
         return cls(*_indexed(labels, names, tuple(images)))
 
     @classmethod
     def from_torchvision(cls, dataset: IndexedDataset, names: Sequence[str] | None = None) -> Source:
-        """Make a source of a torchvision dataset, or of a `torch.utils.data.Subset` of one.
+        """Make a source from a torchvision dataset, or from a `torch.utils.data.Subset` of one.
 
-        Images are read from the dataset when they are needed. Underscores in its class names become spaces.
+        Images are read from the dataset when they are needed.
 
         Args:
             dataset: Its items are pairs of an image and a label. It must not have a transform.
-            names: The class names; by default `dataset.classes`.
+            names: The class names; by default `dataset.classes`, with spaces instead of underscores.
+
+        Returns:
+            The source.
 
         Raises:
             SelfTPTError: The dataset has a transform, or no labels or class names can be found.
@@ -200,15 +223,19 @@ class Source:
         label: str | None = None,
         names: Sequence[str] | None = None,
     ) -> Source:
-        """Make a source of a `datasets.Dataset` of Hugging Face.
+        """Make a source from a `datasets.Dataset` of Hugging Face.
 
         Images are read from the dataset when they are needed.
 
         Args:
             dataset: One split, not a `DatasetDict`, and not streamed.
-            image: The column of the images; by default the only column of type `Image`.
-            label: The column of the labels; by default the only column of type `ClassLabel`, or "label".
+            image: The column of the images; by default the only column of type `Image`, or else "image" or "img".
+            label: The column of the labels; by default the only column of type `ClassLabel`, or else "label" or
+                "labels".
             names: The class names; by default those of the `ClassLabel`, or the labels themselves if they are strings.
+
+        Returns:
+            The source.
 
         Raises:
             SelfTPTError: The dataset is not one split, or a column or the class names cannot be found.
@@ -227,12 +254,20 @@ class Source:
 
     @classmethod
     def from_features(cls, features: Tensor, labels: Sequence[str | int], names: Sequence[str] | None = None) -> Source:
-        """Make a source of L2-normalised image features.
+        """Make a source from L2-normalised image features.
 
         Args:
-            features: [N, D], or [N, crops, D] for several crops of each image, which are used in turn, one per epoch.
+            features: Features [N, D], or [N, crops, D] for several crops of each image, which are used in turn, one per
+                epoch.
             labels: The class of each image: its name, or its index in `names`.
             names: The class names; by default those of the labels in alphabetical order.
+
+        Returns:
+            The source, with features [N, crops, D] instead of images.
+
+        Raises:
+            SelfTPTError: The features have another shape, a label is not one of the class names, or the numbers of
+                features and labels differ.
         """
         crops = features[:, None] if getattr(features, "ndim", None) == 2 else features
         return cls(*_indexed(labels, names, ()), crops)
@@ -247,7 +282,14 @@ class Source:
         return len(self.labels)
 
     def select(self, indices: Sequence[int]) -> Source:
-        """Return a source of the images at these positions."""
+        """Select images.
+
+        Args:
+            indices: The positions of the images to keep, in the new order.
+
+        Returns:
+            A source with these images or features and the same class names.
+        """
         return Source(
             self.names,
             tuple(self.images[i] for i in indices) if self.features is None else (),
@@ -259,8 +301,11 @@ class Source:
         """Sample at most `shots` images per class as CoOp does: class by class, in the order of first appearance.
 
         Args:
-            shots: The number of images; None for all.
+            shots: Number of images per class; None keeps all images.
             seed: The seed of the sample.
+
+        Returns:
+            A source with the sampled images. A class with fewer than `shots` images keeps all of them.
         """
         if shots is None:
             return self

@@ -37,7 +37,14 @@ class Preprocess:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Preprocess:
-        """Make the preprocessing from the settings that open_clip stores with a model."""
+        """Make the preprocessing of an open_clip model.
+
+        Args:
+            config: The settings that open_clip stores with the model, `visual.preprocess_cfg`.
+
+        Returns:
+            The preprocessing.
+        """
         cfg = PreprocessCfg(**config)
         height, width = (cfg.size, cfg.size) if isinstance(cfg.size, int) else tuple(cfg.size)[-2:]
         resampling = Image.Resampling.BILINEAR if cfg.interpolation == "bilinear" else Image.Resampling.BICUBIC
@@ -46,7 +53,14 @@ class Preprocess:
         return cls((height, width), mean, std, resampling, Compose(geometry))
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Resize and crop an RGB image to the input size: uint8 [3, S, S]."""
+        """Resize and crop an image to the input size.
+
+        Args:
+            image: The image, in RGB.
+
+        Returns:
+            Pixels [3, S, S], uint8.
+        """
         pixels: Tensor = pil_to_tensor(self._geometry(image))
         return pixels
 
@@ -67,10 +81,10 @@ class Preprocess:
             rng: The generator of all random numbers.
             whole: Whether the image itself is the first view.
             mixed: Whether AugMix is applied to the crops.
-            only: The index of a crop, if only this crop is needed. It is the same as among all crops.
+            only: The index of a crop, if only this crop is needed. It equals the crop with this index among all crops.
 
         Returns:
-            uint8 [views, 3, S, S].
+            Views [views, 3, S, S], uint8.
         """
         height, width = self.size
         views = [self(image)] if whole else []
@@ -89,7 +103,14 @@ class Preprocess:
         return torch.stack(views)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Convert uint8 pixels [B, 3, S, S] to normalised floats. Floats are returned as they are."""
+        """Normalise pixels with mean and standard deviation.
+
+        Args:
+            pixels: Pixels [B, 3, S, S], uint8 or already normalised floats.
+
+        Returns:
+            Normalised floats [B, 3, S, S]. Floats are returned as they are.
+        """
         if pixels.dtype != torch.uint8:
             return pixels
         return pixels.float().div_(255).sub_(self.mean.to(pixels.device)).div_(self.std.to(pixels.device))
@@ -100,11 +121,17 @@ def random_box(
 ) -> tuple[int, int, int, int]:
     """Draw the box of a random resized crop, as torchvision's `RandomResizedCrop` does.
 
-    The area is uniform in `scale`, relative to the image, and the aspect ratio is log-uniform in 3/4 to 4/3. After ten
-    boxes that do not fit into the image, the largest central box with an allowed aspect ratio is returned.
+    The aspect ratio is log-uniform in 3/4 to 4/3. After ten boxes that do not fit into the image, the largest central
+    box with an allowed aspect ratio is returned.
+
+    Args:
+        width: Width of the image.
+        height: Height of the image.
+        rng: The generator of all random numbers.
+        scale: The range of the area relative to the image, in which it is uniform.
 
     Returns:
-        Left, upper, right and lower.
+        Left, upper, right and lower edge of the box.
     """
     low, high = 3 / 4, 4 / 3
     for _ in range(10):

@@ -15,19 +15,29 @@ from torch import Tensor
 from selftpt.data.decoding import ImageError, ImageInput, open_image
 from selftpt.data.transforms import Preprocess
 
-FileFingerprint = tuple[str | int, ...]  # differs when a file has changed
+FileFingerprint = tuple[str | int, ...]  # path, size and modification time of a file
 MAX_MEGAPIXELS = 80.0
 
 
 class LazyImage:
-    """An image that is decoded when it is first needed, so that several kinds of views share the decoding."""
+    """An image that is decoded when it is first needed, so that several kinds of views share the decoding.
+
+    Args:
+        source: The image.
+    """
 
     def __init__(self, source: ImageInput) -> None:
         self.source = source
         self._decoded: dict[float, Image.Image] = {}
 
     def decode(self, max_megapixels: float) -> Image.Image:
-        """Decode the image to RGB, once.
+        """Decode the image, once for each value of `max_megapixels`.
+
+        Args:
+            max_megapixels: The maximum size.
+
+        Returns:
+            The RGB image.
 
         Raises:
             ImageError: The image cannot be used, or is larger than `max_megapixels`.
@@ -71,7 +81,14 @@ class ViewSpec:
         return f"{self.crops} random crops{seed}{', AugMix' if self.augmix else ''}"
 
     def fingerprint(self, source: ImageInput) -> FileFingerprint | None:
-        """Identify the content of the views. None for an image in memory, which has no identity."""
+        """Identify the content of the views.
+
+        Args:
+            source: The image.
+
+        Returns:
+            The fingerprint of the file; None for an image in memory.
+        """
         return fingerprint(source) if isinstance(source, str | os.PathLike) else None
 
     def make_views(self, preprocess: Preprocess, image: LazyImage, only: int | None = None) -> Tensor:
@@ -80,10 +97,11 @@ class ViewSpec:
         Args:
             preprocess: The model's preprocessing.
             image: The image.
-            only: The index of a crop, if only this crop is needed.
+            only: The index of a crop, if only this crop is needed. It equals the crop with this index among all crops.
 
         Returns:
-            uint8 [views, 3, S, S]. A float tensor [3, S, S] is taken as preprocessed and returned as [1, 3, S, S].
+            Views [views, 3, S, S], uint8. A float tensor [3, S, S] is taken as preprocessed and returned as
+            [1, 3, S, S].
 
         Raises:
             ImageError: The image cannot be used.
@@ -111,13 +129,30 @@ class ViewSpec:
 def image_and_crops(
     views: int, augmix: bool = False, seed: int = 0, max_megapixels: float = MAX_MEGAPIXELS
 ) -> list[ViewSpec]:
-    """Specify the image itself and `views - 1` random crops."""
+    """Specify the image itself and random crops of it.
+
+    Args:
+        views: Number of views, including the image itself.
+        augmix: Whether AugMix is applied to the crops.
+        seed: The seed of the crops, the same for every image.
+        max_megapixels: The maximum size of the image.
+
+    Returns:
+        The specifications of the image and of its `views - 1` crops; only the former if `views` is 1.
+    """
     image, crops = ViewSpec(max_megapixels=max_megapixels), ViewSpec(views - 1, seed, max_megapixels, augmix)
     return [image, crops] if views > 1 else [image]
 
 
 def fingerprint(path: str | os.PathLike[str]) -> FileFingerprint:
-    """Return the absolute path, size and modification time of a file; of a missing file only the path."""
+    """Identify the content of a file without reading it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The absolute path, size and modification time in nanoseconds; of a missing file only the path.
+    """
     absolute = Path(path).absolute()
     try:
         stat = absolute.stat()
@@ -134,7 +169,15 @@ def _own_seed(source: ImageInput, decoded: Image.Image) -> bytes:
 
 
 def stack_views(parts: list[Tensor], preprocess: Preprocess) -> Tensor:
-    """Concatenate views [views_i, 3, S, S]. If one part is normalised, the others are normalised as well."""
+    """Concatenate views. If one part is normalised, the others are normalised as well.
+
+    Args:
+        parts: Views [V_i, 3, S, S], uint8 or normalised floats.
+        preprocess: The model's preprocessing.
+
+    Returns:
+        Views [V, 3, S, S], where V is the sum of all V_i.
+    """
     if any(part.is_floating_point() for part in parts):
         parts = [preprocess.normalize(part) for part in parts]
     return torch.cat(parts)

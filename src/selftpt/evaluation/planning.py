@@ -1,6 +1,6 @@
 """Plans of benchmarks: which runs there are, with which settings and on which images. No model is needed.
 
-Everything that can be wrong with the data, the methods and their settings is found here, before a model is loaded.
+Missing datasets and invalid methods or settings are reported here, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from selftpt.evaluation.records import Record
 from selftpt.methods import METHODS
 from selftpt.methods.selection import check_uses_prompt, did_you_mean_setting, find_method
 
-OWN_OPTIONS = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
+# Settings with an option of their own, which --set cannot change.
+OPTION_OF_SETTING = {"seed": "--seeds", "learn.seed": "--seeds", "learn.shots": "--shots"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One method on one dataset with one seed. The seed is None if the result depends on none."""
+    """One method on one dataset with one seed. `seed` is None if the result does not depend on a seed."""
 
     method: str
     dataset: str
@@ -37,13 +38,13 @@ class Run:
 class Plan:
     """What a benchmark runs.
 
-    Args:
+    Attributes:
         name: The name of the protocol.
         data: The folder of the paper's datasets; None if only folders of the user's own are used.
         config: How much of the data is used.
         changes: Settings to change, such as `"learn.lr": 0.02`, in the methods that have them.
-        source: Another dataset to learn from than the protocol's.
-        given_prompt: Whether the methods use a prompt that was learned before, so that nothing is learned.
+        source: A dataset to learn from instead of the protocol's source.
+        given_prompt: Whether the methods use an existing prompt instead of learning one.
 
     Raises:
         SelfTPTError: There is no such protocol, or two options exclude each other.
@@ -64,11 +65,11 @@ class Plan:
             self._check_nothing_to_learn()
         if self.source is not None:
             if self.protocol.source is None:
-                raise SelfTPTError(f"{self.name} learns from the base classes of each dataset: leave out --source")
+                raise SelfTPTError(f"{self.name} learns from the base classes of each dataset: remove --source")
             self.protocol = replace(self.protocol, source=self.source)
 
     def _check_nothing_to_learn(self) -> None:
-        """Refuse options of learning beside a given prompt."""
+        """Raise an error if an option that affects only learning is combined with a given prompt."""
         default = BenchConfig()
         given = ["--source"] if self.source is not None else []
         given += [
@@ -78,10 +79,10 @@ class Plan:
         ]
         given += [f"--set {key}" for key in self.changes if key.startswith("learn.")]
         if given:
-            raise SelfTPTError(f"nothing is learned with --prompt: leave out {', '.join(given)}")
+            raise SelfTPTError(f"nothing is learned with --prompt: remove {', '.join(given)}")
 
     def dataset(self, name: str) -> Dataset:
-        """Read a dataset, once.
+        """Return a dataset, which is read on first use.
 
         Raises:
             SelfTPTError: It is missing or incomplete.
@@ -94,21 +95,21 @@ class Plan:
         """Check the names of methods and the settings to change.
 
         Raises:
-            SelfTPTError: A method or a setting does not exist, a value is not allowed, or a method has no use for a
-                prompt that is given.
+            SelfTPTError: A method or a setting does not exist, a value is not allowed, or a method cannot use the given
+                prompt.
         """
         if not methods:
-            raise SelfTPTError(f"--methods names none: choose one of {', '.join(METHODS)}")
-        for name in methods:  # all names, before the first method is imported
-            if name not in METHODS:
+            raise SelfTPTError(f"--methods is empty: give at least one of {', '.join(METHODS)}")
+        for name in methods:
+            if name not in METHODS:  # all names are checked before the first method is imported
                 find_method(name)
         for key in self.changes:
-            if key in OWN_OPTIONS:
-                raise SelfTPTError(f"{key} cannot be changed with --set: use {OWN_OPTIONS[key]}")
-        for name in methods:
-            if self.given_prompt:
-                check_uses_prompt(find_method(name))
-        configs = [find_method(name).config for name in methods]
+            if key in OPTION_OF_SETTING:
+                raise SelfTPTError(f"{key} cannot be changed with --set: use {OPTION_OF_SETTING[key]}")
+        if self.given_prompt:
+            for name in methods:
+                check_uses_prompt(METHODS[name])
+        configs = [METHODS[name].config for name in methods]
         for key in self.changes:
             if not any(kind_of(config, key.split(".")) for config in configs):
                 hint = did_you_mean_setting(key, configs)
@@ -120,15 +121,15 @@ class Plan:
             change(config, {key: value for key, value in self.changes.items() if kind_of(config, key.split("."))})
 
     def runs(self, methods: Sequence[str], datasets: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-        """List the runs, in an order in which methods learn from each source once.
+        """List the runs, ordered so that each method learns only once per source and seed.
 
         Raises:
-            SelfTPTError: A dataset, a method or something that a method needs is missing.
+            SelfTPTError: A dataset is missing, a method or a setting is invalid, or a method lacks data that it needs.
         """
         for dataset in datasets:
             count = len(self.dataset(dataset).test.names)
             if self.protocol.source is None and count < 4:
-                raise SelfTPTError(f"{dataset} has {count} classes: base-to-new needs four, two in each half")
+                raise SelfTPTError(f"{dataset} has {count} classes: base-to-new needs at least four, two per half")
         self.check_methods(methods)
         runs = [
             Run(method, dataset, seed)
@@ -138,35 +139,34 @@ class Plan:
         ]
         for run in runs:
             self.source_of(run)
-            METHODS[run.method].data(self.settings(run))
+            METHODS[run.method].data(self.settings(run))  # raises an error if the method lacks data
+        # Base-to-new: all runs of a dataset together, because each dataset is the source of its own runs.
         place = {dataset: i if self.protocol.source is None else 0 for i, dataset in enumerate(datasets)}
         return sorted(runs, key=lambda run: (place[run.dataset], methods.index(run.method), run.seed or 0))
 
     def _uses_seed(self, name: str) -> bool:
+        """Return whether the result of a method depends on a seed."""
         method = METHODS[name]
         return method.uses_seed or (method.needs_labels and not self.given_prompt)
 
     def settings(self, run: Run) -> Any:
-        """The configuration of a run's method with the protocol's epochs, the run's seed and the changes."""
+        """Return the configuration of a run's method, with the protocol's epochs, the run's seed and the changes."""
         method = METHODS[run.method]
         changes = self.changes_of(run)
-        config = method.config if run.seed is None else method.seeded(run.seed, **self._all_shots(run))
+        # All shots, because the source has already been sampled.
+        config = method.config if run.seed is None else method.seeded(run.seed, shots=None)
         config = change(config, changes)
         if method.uses_protocol_epochs(config) and "learn.epochs" not in changes:
             config = change(config, {"learn.epochs": self.protocol.epochs})
         return config
 
-    def _all_shots(self, run: Run) -> dict[str, None]:
-        """The source has been sampled already: the method takes all of it."""
-        return {"shots": None} if METHODS[run.method].needs_labels else {}
-
     def changes_of(self, run: Run) -> dict[str, Any]:
-        """The changed settings that a run's method has."""
+        """Return the changes to settings that a run's method has."""
         config = METHODS[run.method].config
         return {key: value for key, value in self.changes.items() if kind_of(config, key.split(".")) is not None}
 
     def source_of(self, run: Run) -> tuple[Source, Record] | None:
-        """The images to learn from, and what the record says about them; None if the run learns nothing."""
+        """Return the images to learn from and their entry in the record, or None if the run learns nothing."""
         if self.given_prompt or not METHODS[run.method].needs_labels:
             return None
         assert run.seed is not None
@@ -176,6 +176,7 @@ class Plan:
         return self._sources[key]
 
     def _sample(self, data: Dataset, seed: int) -> tuple[Source, Record]:
+        """Sample the images to learn from, and return them with their entry in the record."""
         config = self.config
         source, origin, published = data.few_shot(config.shots, seed)
         if self.protocol.source is None:
@@ -197,7 +198,7 @@ class Plan:
         return source, facts
 
     def test_sets(self, run: Run) -> Iterator[tuple[str, Source]]:
-        """The test images of a run, by the part of the results they are for: base and new, or test."""
+        """Yield the test sets of a run, each with its part of the results: `base` and `new`, or `test`."""
         test = self.dataset(run.dataset).test
         parts = {"test": test}
         if self.protocol.source is None:
@@ -206,12 +207,13 @@ class Plan:
             yield part, images if self.config.limit is None else limit(images, self.config.limit)
 
     def images_of(self, run: Run) -> tuple[object, object]:
-        """JSON values that identify the images a run learns from and those it is tested on."""
+        """Return JSON values that identify the images that a run learns from and those it is tested on."""
         source = self.source_of(run)
         learned_from = source and self._identify(self.protocol.source or run.dataset, source[0])
         return learned_from, [(part, self._identify(run.dataset, test)) for part, test in self.test_sets(run)]
 
     def _identify(self, dataset: str, source: Source) -> object:
         root = self.dataset(dataset).root
-        own = None if dataset in DATASETS else str(root.resolve())  # the paper's are the same in every folder
+        # The paper's datasets have the same content in every folder.
+        own = None if dataset in DATASETS else str(root.resolve())
         return own, source.names, [os.path.relpath(path, root) for path in source.paths], source.labels

@@ -36,7 +36,7 @@ class Runs:
         self.records: list[Record] = []
         self._parsed: dict[bytes, Record] = {}
         if cut_short := self._refresh():
-            text = f"left out line {cut_short} of {self.file}, the last: it was cut short"
+            text = f"skipped line {cut_short} of {self.file}, the last: it was cut short"
             warnings.warn(text, SelfTPTWarning, stacklevel=2)
 
     def done(self) -> set[str]:

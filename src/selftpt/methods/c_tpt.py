@@ -1,4 +1,4 @@
-"""C-TPT: TPT with a second term that keeps the class vectors apart, which improves calibration."""
+"""C-TPT: TPT with a second loss term that maximises the dispersion of the class vectors, which improves calibration."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from selftpt.methods.method import FittedMethod, Method
 
 @dataclass(frozen=True)
 class CTptConfig(tpt.TptConfig):
-    """TPT's configuration, and the weight of the second term."""
+    """TPT's configuration and the weight of the dispersion term."""
 
     dispersion: float = setting(50.0, "weight of the dispersion of the class vectors", minimum=0)
 
 
-def dispersion(vectors: Tensor) -> Tensor:
-    """Compute the mean distance of class vectors [C, D] from their mean."""
+def text_feature_dispersion(vectors: Tensor) -> Tensor:
+    """Compute C-TPT's text feature dispersion: the mean Euclidean distance of the class vectors from their mean.
+
+    Args:
+        vectors: L2-normalised class vectors, [C, D].
+
+    Returns:
+        The dispersion, a scalar.
+    """
     distances: Tensor = (vectors - vectors.mean(0)).norm(dim=-1)
     return distances.mean()
 
@@ -28,15 +35,12 @@ def dispersion(vectors: Tensor) -> Tensor:
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> tpt.Tuner:
     """Make a tuner whose loss is TPT's loss minus the weighted dispersion."""
     model, config = fitted.model, fitted.config
-
-    def select(logits: Tensor) -> Tensor:
-        return tpt.most_confident(logits, config.confidence_ratio)
+    weight: float = config.dispersion
 
     def loss(logits: Tensor, vectors: Tensor) -> Tensor:
-        weight: float = config.dispersion
-        return tpt.mean_entropy(logits) - weight * dispersion(vectors)
+        return tpt.marginal_entropy(logits) - weight * text_feature_dispersion(vectors)
 
-    return tpt.Tuner(model, names, model.text.embed_words(config.words), config, select, loss)
+    return tpt.make_tuner(model, names, model.text.embed_words(config.words), config, loss)
 
 
 C_TPT = Method(
@@ -45,5 +49,5 @@ C_TPT = Method(
     predictor,
     views=tpt.views,
     inputs="views",
-    more_cost=tpt.cost,
+    extra_cost=tpt.cost,
 )

@@ -1,4 +1,4 @@
-"""Training of context vectors by a loss of the class features, shared by CoOp-like methods."""
+"""Training of context vectors with a loss on class features, shared by CoOp-like methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ClassLoss = Callable[[Tensor, Batch], Tensor]  # (class features [C, D], not nor
 
 
 def context_training(
-    context: FitContext,
+    fit_context: FitContext,
     tokens: ClassTokens,
     views: dict[str, View],
     config: TrainConfig,
@@ -30,14 +30,18 @@ def context_training(
     """Prepare a training run that learns one context [M, d] for each view.
 
     Args:
-        context: The model and the training images.
-        tokens: The tokens of the class names.
-        views: The views, by the name of the parameter that is learned for each.
+        fit_context: The model and the training images.
+        tokens: The tokenised class names.
+        views: Maps the name of each learned context to its view.
         config: The configuration.
-        loss: The loss that the class features of each view minimise.
+        loss: Maps the class features [C, D] of one view and a batch to the loss that is minimised w.r.t. the context of
+            that view.
+
+    Returns:
+        The training run. Its log has the loss as "loss", or as "loss_NAME" for each of several contexts.
     """
-    model = context.model
-    features, labels = context.features(config)
+    model = fit_context.model
+    features, labels = fit_context.features(config)
     generator = torch.Generator().manual_seed(config.seed)
     contexts = [initial_context(model, config.length, config.words, generator).to(model.device) for _ in views]
     encoders = [TextEncoder(model.text, tokens, config.length, [view], chunk=config.chunk) for view in views.values()]
@@ -47,9 +51,9 @@ def context_training(
         batch = Batch(crops.to(model.device), labels[chosen].to(model.device), model.scale)
         losses: dict[str, float] = {}
         gradients = []
-        for view, encoder, prompt in zip(views.values(), encoders, contexts, strict=True):
-            value, (gradient,) = prompt_gradient(encoder, prompt, lambda classes: loss(classes[0], batch))
-            losses[view] = value.item()
+        for name, encoder, prompt in zip(views, encoders, contexts, strict=True):
+            value, (gradient,) = prompt_gradient(encoder, prompt, lambda features: loss(features[0], batch))
+            losses["loss" if len(views) == 1 else f"loss_{name}"] = value.item()
             gradients.append(gradient)
         return losses, gradients
 
@@ -58,6 +62,17 @@ def context_training(
 
 @torch.no_grad()
 def class_vectors(model: Model, tokens: ClassTokens, context: Tensor, view: View, chunk: int | None) -> Tensor:
-    """Compute the L2-normalised class vectors [C, D] of a context [M, d] in one view."""
+    """Compute the class vectors of a context in one view.
+
+    Args:
+        model: The frozen model.
+        tokens: The tokenised class names, C of them.
+        context: The context, [M, d].
+        view: The view.
+        chunk: Number of classes encoded at once; None encodes all at once.
+
+    Returns:
+        L2-normalised class vectors, [C, D].
+    """
     encoder = TextEncoder(model.text, tokens, len(context), [view], chunk=chunk)
     return F.normalize(encoder(context.to(model.device))[0], dim=-1)

@@ -204,7 +204,7 @@ def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: DiffusionC
         return near_and_confident(logits, config.near, config.confidence_ratio)
 
     def loss(logits: Tensor, _vectors: Tensor) -> Tensor:
-        return tpt.mean_entropy(logits)
+        return tpt.marginal_entropy(logits)
 
     return tpt.Tuner(model, names, prompt, config, select, loss)
 
@@ -248,7 +248,7 @@ DIFFTPT = Method(
     data=check_generated,
     views=views,
     inputs="views",
-    more_cost=tpt.cost,
+    extra_cost=tpt.cost,
 )
 COOP_DIFFTPT = Method(
     "coop+difftpt",
@@ -261,5 +261,5 @@ COOP_DIFFTPT = Method(
     "views",
     tensors=PROMPT_TENSORS,
     uses_protocol_epochs=always,
-    more_cost=tpt.cost,
+    extra_cost=tpt.cost,
 )

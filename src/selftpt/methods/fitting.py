@@ -33,7 +33,8 @@ def fit(
     Args:
         method: The name of the method, such as "coop"; `selftpt.METHODS` lists all.
         model: The frozen model.
-        source: Labelled images, for a method that needs them: a `Source`, or anything that `Source.read` accepts.
+        source: Labelled images, for a method that learns from them: a `Source`, or anything that `Source.read`
+            accepts. Other methods ignore it.
         settings: Settings to change, such as `{"learn.lr": 0.01}`; `METHODS[method].config` has the defaults.
         folder: The folder of learned parameters and checkpoints; by default they are in the cache.
         cache: The cache of image features; by default the user's cache folder.
@@ -44,7 +45,8 @@ def fit(
         The fitted method. `for_classes(names)` makes a predictor for a list of class names.
 
     Raises:
-        SelfTPTError: There is no such method or setting, or the source is missing or invalid.
+        SelfTPTError: There is no such method or setting, the source is missing or invalid, or the method has no
+            parameters that `initial` could initialise.
 
     Example:
         >>> import numpy as np, selftpt

@@ -1,4 +1,7 @@
-"""A control for Self-TPT: one prompt for each of CPT's four views, learned with cross-entropy alone, averaged."""
+"""An ablation of Self-TPT: three prompts, one per learned view, trained with cross-entropy alone.
+
+Their class vectors are averaged with those of a hand-crafted template.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +26,30 @@ from selftpt.training import Training
 
 @dataclass(frozen=True)
 class FourPromptsConfig(Config):
-    """The settings of the Self-TPT paper."""
+    """Configuration of the ablation. The defaults are those of the Self-TPT paper."""
 
     learn: TrainConfig = field(default_factory=TrainConfig)
-    template: str = setting(ContrastConfig.template, "template that serves as the fourth prompt")
+    template: str = setting(ContrastConfig.template, "hand-crafted template, the fourth of the averaged prompts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_template(self.template)
 
 
-def loss(classes: Tensor, batch: Batch) -> Tensor:
+def loss(class_features: Tensor, batch: Batch) -> Tensor:
     """Compute the cross-entropy (Eq. 3) of the class features [C, D] of one view."""
-    return cross_entropy(batch.images, classes, batch.labels, batch.scale)
+    return cross_entropy(batch.image_features, class_features, batch.labels, batch.scale)
 
 
-def train(context: FitContext, config: FourPromptsConfig) -> Training:
+def train(fit_context: FitContext, config: FourPromptsConfig) -> Training:
     """Prepare the training of one context for each of the three learned views."""
     contrast = ContrastConfig(template=config.template)
-    tokens = class_tokens(context.model.text.tokenizer, context.source.names, config.learn.length, contrast)
-    return context_training(context, tokens, {view: view for view in VIEWS}, config.learn, loss)
+    tokens = class_tokens(fit_context.model.text.tokenizer, fit_context.source.names, config.learn.length, contrast)
+    return context_training(fit_context, tokens, {view: view for view in VIEWS}, config.learn, loss)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
-    """Average the L2-normalised class vectors of the four prompts."""
+    """Make a classifier from the mean of the L2-normalised class vectors of the four prompts."""
     model, config, learn = fitted.model, fitted.config, fitted.config.learn
     tokens = class_tokens(model.text.tokenizer, names, learn.length, ContrastConfig(template=config.template))
     learned = [class_vectors(model, tokens, fitted.tensors[view], view, learn.chunk) for view in VIEWS]

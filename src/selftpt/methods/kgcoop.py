@@ -23,7 +23,7 @@ from selftpt.training import Training
 
 @dataclass(frozen=True)
 class KgcoopConfig(Config):
-    """KgCoOp's settings, as in the authors' scripts."""
+    """KgCoOp's configuration. The defaults are those of the authors' scripts."""
 
     learn: TrainConfig = field(default_factory=lambda: TrainConfig(batch=128, epochs=100))
     weight: float = setting(8.0, "weight of the distance to the template, λ", minimum=0)
@@ -34,30 +34,34 @@ class KgcoopConfig(Config):
         check_template(self.template)
 
 
-def distance(classes: Tensor, hand_crafted: Tensor) -> Tensor:
+def distance(class_features: Tensor, hand_crafted: Tensor) -> Tensor:
     """Compute L_kg as in the authors' code: 1 - the mean cosine of learned and hand-crafted class features [C, D]."""
-    return 1 - F.cosine_similarity(classes, hand_crafted, dim=-1).mean()
+    return 1 - F.cosine_similarity(class_features, hand_crafted, dim=-1).mean()
 
 
-def loss(classes: Tensor, batch: Batch, hand_crafted: Tensor, weight: float) -> Tensor:
+def loss(class_features: Tensor, batch: Batch, hand_crafted: Tensor, weight: float) -> Tensor:
     """Compute L_ce + λ L_kg.
 
     Args:
-        classes: Learned class features, [C, D].
+        class_features: Learned class features, [C, D].
         batch: The images of the step.
         hand_crafted: Class features of the template, [C, D].
         weight: λ.
+
+    Returns:
+        The loss, a scalar.
     """
-    return cross_entropy(batch.images, classes, batch.labels, batch.scale) + weight * distance(classes, hand_crafted)
+    ce = cross_entropy(batch.image_features, class_features, batch.labels, batch.scale)
+    return ce + weight * distance(class_features, hand_crafted)
 
 
-def train(context: FitContext, config: KgcoopConfig) -> Training:
+def train(fit_context: FitContext, config: KgcoopConfig) -> Training:
     """Prepare the training of one context."""
-    text, learn = context.model.text, config.learn
-    tokens = class_tokens(text.tokenizer, context.source.names, learn.length, ContrastConfig(template=config.template))
+    text, learn, names = fit_context.model.text, config.learn, fit_context.source.names
+    tokens = class_tokens(text.tokenizer, names, learn.length, ContrastConfig(template=config.template))
     hand_crafted = encode_template(text, tokens, config.template, learn.chunk)
     class_loss = functools.partial(loss, hand_crafted=hand_crafted, weight=config.weight)
-    return context_training(context, tokens, {"context": "end"}, learn, class_loss)
+    return context_training(fit_context, tokens, {"context": "end"}, learn, class_loss)
 
 
 def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:

@@ -17,7 +17,7 @@ from selftpt.classifier import Classifier
 from selftpt.config import PROMPT_ALONE, Config, ContrastConfig, TrainConfig, check_template, setting
 from selftpt.errors import SelfTPTError
 from selftpt.methods import Inputs
-from selftpt.methods.method import FitContext, FittedMethod, Method, Probabilities
+from selftpt.methods.method import FitContext, FittedMethod, Method, PredictFunction
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import class_tokens
@@ -273,7 +273,7 @@ def classify(fitted: FittedMethod, names: Sequence[str]) -> Classifier:
     return Classifier.of(model, tokens.names, weights, stage="lasp", settings=dataclasses.asdict(fitted.config))
 
 
-def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier | Probabilities:
+def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier | PredictFunction:
     """Make a classifier; if LayerNorms were tuned, a function that first encodes pixels with them."""
     classifier, model = classify(fitted, names), fitted.model
     if choose_inputs(fitted.config, model) == "features":

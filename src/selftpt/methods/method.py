@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from selftpt.classifier import (
     predict_each,
     probability_matrix,
 )
-from selftpt.config import ContrastConfig, TrainConfig, change, restore, without_places
+from selftpt.config import ContrastConfig, TrainConfig, change, kind_of, restore, without_places
 from selftpt.data.cache import NO_CACHE, Cache, LearnedFiles, code_digest, content_digest
 from selftpt.data.decoding import ImageError, ImageInput, warn_of
 from selftpt.data.features import Block, FeatureProvider
@@ -65,10 +67,8 @@ FITTED = Schema(
     oldest=2,
 )
 
-Probabilities = Callable[[Tensor], Tensor]  # views [N, V, D] or pixels [N, V, 3, S, S] -> probabilities [N, C]
-StreamProbabilities = Callable[[Iterable[Tensor]], Tensor]  # for a transductive method: blocks of views -> [N, C]
-
-
+PredictFunction = Callable[[Tensor], Tensor]  # views [N, V, D] or pixels [N, V, 3, S, S] -> probabilities [N, C]
+StreamPredictFunction = Callable[[Iterable[Tensor]], Tensor]  # for a transductive method: blocks of views -> [N, C]
 TrainFunction = Callable[["FitContext", Any], Training]
 
 
@@ -83,7 +83,7 @@ class FitContext:
         cache: The cache of image features; by default nothing is cached.
         initial: Initial values of learned parameters, by name.
         on_error: Called for every image that cannot be used.
-        unreadable: The number of training images that could not be used, set by fitting.
+        unreadable: The number of training images that could not be used; set by `learned`.
     """
 
     model: Model
@@ -96,16 +96,28 @@ class FitContext:
 
     @property
     def source(self) -> Source:
-        """The training images. Only methods that need labels may read this property."""
-        assert self.train_set is not None
+        """The training images.
+
+        Raises:
+            SelfTPTError: There are none.
+        """
+        if self.train_set is None:
+            raise SelfTPTError("the method learns from labelled images: pass a source")
         return self.train_set
 
     def features(self, config: TrainConfig) -> tuple[Tensor, Tensor]:
-        """Compute features [N, crops, D] of random crops of the training images, and return their labels [N]."""
+        """Compute the features of random crops of the training images.
+
+        Args:
+            config: The number of shots and crops, and the seed.
+
+        Returns:
+            L2-normalised features [N, crops, D] and labels [N] of the images that can be used.
+        """
         return source_features(self.model, self._few(config), config, self.cache, self.on_error)
 
     def crops(self, config: TrainConfig) -> tuple[Crops, Tensor]:
-        """Return a function that makes the pixels of random crops of the training images, and the labels [N]."""
+        """Return the random crops of the training images, whose pixels are computed on demand, and the labels [N]."""
         return source_crops(self.model, self._few(config), config, self.on_error)
 
     def _few(self, config: TrainConfig) -> Source:
@@ -122,7 +134,7 @@ class FitContext:
         """Read the learned parameters of an earlier run, or learn them now.
 
         Args:
-            train: Makes the training run.
+            train: Function that prepares the training run.
             config: All settings that the result depends on: a `TrainConfig`, or a configuration whose field `learn` is
                 one.
             dimensions: The dimensions of the parameters, as in `files.Schema`.
@@ -138,7 +150,7 @@ class FitContext:
             header, tensors = read_tensors(file, "learned", schema)
             self.unreadable = count - header["images"]
             if self.unreadable:
-                message = f"{self.unreadable} images could not be read when {file} was learned"
+                message = f"{self.unreadable} of {count} training images could not be used when {file} was learned"
                 warnings.warn(message, SelfTPTWarning, stacklevel=7)
             return tensors
 
@@ -164,9 +176,12 @@ class FitContext:
         return self.files.read_or_learn(self.learned_name(train, config), read, run)
 
     def learned_name(self, train: TrainFunction, config: Any) -> str:
-        """Return the file name of the parameters that `learned` stores. It has a digest of all that they depend on."""
-        source = self.source
-        images = [fingerprint(i) if isinstance(i, str | os.PathLike) else content_digest(i) for i in source.images]
+        """Return the file name of the parameters that `learned` stores.
+
+        It contains a digest of everything that determines them.
+        """
+        source = self._few(config if isinstance(config, TrainConfig) else config.learn)
+        images = [_image_key(image) for image in source.images]
         features = None if source.features is None else content_digest(source.features)
         model = self.model.id.digest, self.model.precision, self.model.device.type
         initial = [(name, content_digest(value)) for name, value in self.initial.items()]
@@ -174,10 +189,19 @@ class FitContext:
         own = train.__module__, train.__qualname__, type(config).__name__, dataclasses.asdict(config)
         code = code_digest()
         if not train.__module__.startswith("selftpt."):
-            with contextlib.suppress(OSError):  # typed in interactively: there is no source code
+            with contextlib.suppress(OSError):  # a function that was defined interactively has no source code
                 code += inspect.getsource(train)
         name = train.__module__.rpartition(".")[2].replace("_", "-")
         return f"{name}-{digest(code, own, model, data, initial)}.safetensors"
+
+
+def _image_key(image: ImageInput) -> object:
+    if isinstance(image, str | os.PathLike):
+        return fingerprint(image)
+    try:
+        return content_digest(image)
+    except Exception:  # a decoder or a dataset may raise anything; `on_error` gets the error when the image is used
+        return "unusable"
 
 
 def own_config(_context: FitContext, config: Any) -> Any:
@@ -195,22 +219,24 @@ def image_alone(_config: Any) -> list[ViewSpec]:
     return [ViewSpec()]
 
 
-def nothing_more(_config: Any) -> str:
-    """Return no further cost: the default of `Method.more_cost`."""
+def no_extra_cost(_config: Any) -> str:
+    """Return no further cost: the default of `Method.extra_cost`."""
     return ""
 
 
 def never(_config: Any) -> bool:
+    """Return False: the default of `Method.uses_protocol_epochs`."""
     return False
 
 
 def always(_config: Any) -> bool:
+    """Return True, for `Method.uses_protocol_epochs`."""
     return True
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: its configuration and its functions. Summary and reference are in its row of `METHODS.info`.
+    """A method: its configuration and its functions. Its summary and reference are in `METHODS.info[name]`.
 
     All functions must be module-level functions, so that a method can be pickled.
 
@@ -222,11 +248,12 @@ class Method:
             function from views to probabilities.
         train: Takes the context and the result of `train_config`, and returns a training run. None for a method that
             needs no labels.
-        train_config: Returns the part of the configuration that the learned parameters depend on.
+        train_config: Takes the context and the configuration, and returns the part of the configuration that the
+            learned parameters depend on.
         data: Returns JSON values that the predictions depend on, such as descriptors read from files. It is called
-            before training, and raises an error if the configuration lacks something.
+            before training, and raises a `SelfTPTError` if a required setting is missing.
         views: Returns the views of an image that the method uses.
-        inputs: The input for each image: features of the image, features of several views, or pixels.
+        inputs: The input for each image: `"features"` of one view, features of several `"views"`, or `"pixels"`.
         choose_inputs: Replaces `inputs` for a method whose inputs depend on its configuration and the model.
         tensors: The dimensions of the learned tensors, as in `files.Schema`. `M` is the length of a context, `d` the
             width of the text tower, `D` the dimension of the features.
@@ -234,12 +261,12 @@ class Method:
         requires: The kind of image tower that the method needs.
         uses_seed: Whether the predictions depend on the field `seed` of the configuration.
         uses_protocol_epochs: Whether the method is trained for as many epochs as Self-TPT in the paper's protocols.
-        more_cost: Returns the computation for each image besides encoding the views, in words.
+        extra_cost: Returns the computation for each image besides encoding the views, in words.
     """
 
     name: str
     config: Any
-    predictor: Callable[[FittedMethod, Sequence[str], str], Classifier | Probabilities | StreamProbabilities]
+    predictor: Callable[[FittedMethod, Sequence[str], str], Classifier | PredictFunction | StreamPredictFunction]
     train: TrainFunction | None = None
     train_config: Callable[[FitContext, Any], Any] = own_config
     data: Callable[[Any], Mapping[str, Any]] = no_data
@@ -251,7 +278,7 @@ class Method:
     requires: Requirement = "any"
     uses_seed: bool = False
     uses_protocol_epochs: Callable[[Any], bool] = never
-    more_cost: Callable[[Any], str] = nothing_more
+    extra_cost: Callable[[Any], str] = no_extra_cost
 
     @property
     def needs_labels(self) -> bool:
@@ -266,7 +293,7 @@ class Method:
     def cost(self, config: Any) -> str:
         """Describe the computation for each image, in words."""
         views = sum(spec.views for spec in self.views(config))
-        return ", ".join(filter(None, (f"{views} view{'s' if views > 1 else ''}", self.more_cost(config))))
+        return ", ".join(filter(None, (f"{views} view{'s' if views > 1 else ''}", self.extra_cost(config))))
 
     def seeded(self, seed: int | None, **learn: Any) -> Any:
         """Return the default configuration with another seed.
@@ -282,14 +309,17 @@ class Method:
 
     @with_gradients
     def training(self, context: FitContext, config: Any = None) -> Training:
-        """Make the training run of a method that needs labels, for example to run single steps. It is not started.
+        """Prepare the training run of a method that needs labels without starting it, for example to run single steps.
 
         Args:
             context: The model and the training images.
             config: The configuration; by default that of the method.
 
+        Returns:
+            The training run.
+
         Raises:
-            SelfTPTError: The method does not learn from labelled images.
+            SelfTPTError: The method does not learn from labelled images, or there are none.
         """
         if self.train is None:
             raise SelfTPTError(f"{self.name} does not learn from labelled images and has no training run: use fit")
@@ -305,15 +335,21 @@ class Method:
             context: The model and, for a method that needs labels, the training images.
             config: The configuration; by default that of the method.
 
+        Returns:
+            The fitted method.
+
         Raises:
-            SelfTPTError: The context or the configuration lacks something that the method needs.
+            SelfTPTError: The method needs training images, another model or a setting that is missing; or there are
+                initial values, but the method learns no parameters.
         """
         config = self.config if config is None else config
         if self.needs_labels and context.train_set is None:
             raise SelfTPTError(f"{self.name} learns from labelled images: pass a source")
+        if context.initial and not self.needs_labels:
+            raise SelfTPTError(f"{self.name} learns no parameters from images: remove `initial`")
         if self.requires == "transformer image tower" and not context.model.image.runs_blocks:
             raise SelfTPTError(
-                f"{self.name} needs an open_clip ViT as image tower, which {context.model.id} is not: use another model"
+                f"{self.name} needs an open_clip ViT as image tower, and {context.model.id} has none: use another model"
             )
         data, tensors = dict(self.data(config)), dict[str, Tensor]()
         if self.train is not None:
@@ -333,7 +369,7 @@ class FittedMethod:
         model_id: The identity of the model that the method was fitted with.
         tensors: Learned parameters by name, on the CPU.
         data: The JSON values of `Method.data` and, if the method needs labels, the training classes.
-        files: The storage of parameters that are learned for a class list.
+        files: The storage of parameters that are learned per class list.
     """
 
     method: Method
@@ -368,6 +404,9 @@ class FittedMethod:
     def with_model(self, model: Model) -> FittedMethod:
         """Return a copy that uses a model that is already loaded, for example after unpickling.
 
+        Args:
+            model: The model that the method was fitted with.
+
         Raises:
             SelfTPTError: The method was fitted with another model, or its tensors do not match the model.
         """
@@ -394,6 +433,12 @@ class FittedMethod:
         Args:
             names: Class names, [C].
             template: The template of the dataset, with {} for the class name. Most methods with a prompt ignore it.
+
+        Returns:
+            The predictor.
+
+        Raises:
+            SelfTPTError: The class names are not valid, or the method cannot use them.
         """
         names = check_names(names)
         return Predictor(self, names, self.method.predictor(self, names, template))
@@ -403,7 +448,14 @@ class FittedMethod:
         return {name: tensor.to(self.model.device) for name, tensor in self.tensors.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the fitted method to a safetensors file. The file does not include the model."""
+        """Write the fitted method to a safetensors file. The file does not include the model.
+
+        Args:
+            path: The file.
+
+        Raises:
+            SelfTPTError: The file cannot be written.
+        """
         header = {
             "model": dataclasses.asdict(self.model_id),
             "random_init": self.model_id.random_init,
@@ -426,8 +478,11 @@ class FittedMethod:
             changes: Settings to change, such as `{"generated": "folder"}`. Settings that name files, folders or
                 repositories are never taken from the file.
 
+        Returns:
+            The fitted method.
+
         Raises:
-            SelfTPTError: The file is not a valid fitted method, or does not match the model.
+            SelfTPTError: The file is not a valid fitted method, it does not match the model, or a change is not valid.
         """
         header, tensors = read_tensors(Path(path), "fitted-method", FITTED)
         if header["method"] not in METHODS:
@@ -435,13 +490,15 @@ class FittedMethod:
         method = METHODS[header["method"]]
         try:
             Schema(FITTED.header, method.tensors).check(header)
-            config = change(
-                restore(method.config, header["config"]), without_places(method.config) | dict(changes or {})
-            )
+            config = change(restore(method.config, header["config"]), without_places(method.config))
             if method.needs_labels:
                 check_names(header["data"].get("classes"))
         except (SelfTPTError, ValueError) as error:
             raise SelfTPTError(f"{path} is not a valid fitted method: {error}") from error
+        for key in changes or {}:
+            if kind_of(config, key.split(".")) is None:
+                raise SelfTPTError(f"{method.name} has no setting {key!r}: see `selftpt methods {method.name}`")
+        config = change(config, changes or {})
         fitted = cls(method, config, ModelId(**header["model"]), tensors, header["data"])
         return fitted if model is None else fitted.with_model(model)
 
@@ -489,9 +546,8 @@ class Predictor:
 
         def views() -> Iterator[Tensor]:
             for block in blocks:
-                seen.append(
-                    dataclasses.replace(block, views=block.views.new_empty(0))
-                )  # a slice would keep the memory of all views
+                # a slice instead of `new_empty` would keep the memory of all views
+                seen.append(dataclasses.replace(block, views=block.views.new_empty(0)))
                 yield block.views
 
         probabilities = self._stream_probabilities(views())
@@ -502,12 +558,7 @@ class Predictor:
         first = next(views, None)
         if first is None:
             return torch.empty(0, len(self.names))
-
-        def all_views() -> Iterator[Tensor]:
-            yield first
-            yield from views
-
-        return self.function(all_views())  # type: ignore[no-any-return]
+        return self.function(itertools.chain([first], views))  # type: ignore[no-any-return]
 
     @overload
     def predict(
@@ -531,7 +582,7 @@ class Predictor:
 
         Args:
             images: One image, or several images, folders or patterns, as in `Classifier.predict`.
-            top: Number of classes in each prediction.
+            top: Maximum number of classes in each prediction.
             cache: The cache of image features; by default nothing is cached.
             on_error: Called for every image of a list that cannot be used; the image is then left out.
 
@@ -564,7 +615,11 @@ class Predictor:
         cache: Cache = NO_CACHE,
         on_error: OnError = warn_of,
     ) -> NDArray[np.float32]:
-        """Return probabilities [N, C] in the order of the input. The row of an image that cannot be used is NaN."""
+        """Compute the probabilities of all classes. The arguments are those of `predict`.
+
+        Returns:
+            Probabilities, [N, C], in the order of the input. The row of an image that cannot be used is NaN.
+        """
         return probability_matrix(self._stream(cache), images, len(self.names), on_error)
 
     def _stream(self, cache: Cache) -> Stream:
@@ -578,6 +633,9 @@ class Predictor:
 
 
 def _check_top(top: int) -> int:
-    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
-        raise SelfTPTError(f"top must be an integer above 0, not {top}")
-    return top
+    try:
+        if isinstance(top, bool) or operator.index(top) < 1:
+            raise TypeError
+    except TypeError:
+        raise SelfTPTError(f"top must be an integer above 0, not {top!r}") from None
+    return operator.index(top)

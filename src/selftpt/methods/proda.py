@@ -62,10 +62,10 @@ def bound(batch: Batch, features: Tensor) -> Tensor:
     embeddings = F.normalize(features, dim=-1)
     mean = embeddings.mean(0)
     centered = embeddings - mean
-    label, squares = centered[:, batch.labels], batch.images.square()  # [n, B, D], [B, D]
+    label, squares = centered[:, batch.labels], batch.image_features.square()  # [n, B, D], [B, D]
     variance = squares @ centered.square().sum(0).t() + (squares * label.square().sum(0)).sum(-1, keepdim=True)
     variance = (variance - 2 * torch.einsum("nbd,ncd->bc", squares * label, centered)) / (len(embeddings) + 1)
-    logits = batch.scale * batch.images @ mean.t() + batch.scale**2 / 2 * variance
+    logits = batch.scale * batch.image_features @ mean.t() + batch.scale**2 / 2 * variance
     return F.cross_entropy(logits, batch.labels)
 
 
@@ -127,14 +127,14 @@ def step(
     """
     views = places(len(contexts))
     encoders = [task.encoders[views[k]] for k in chosen]
-    unchunked = encoders[0].unchunked
+    single_pass = encoders[0].single_pass
     p = contexts.detach().requires_grad_()
-    with torch.set_grad_enabled(unchunked):
+    with torch.set_grad_enabled(single_pass):
         features = torch.stack([encoder(p[k])[0] for encoder, k in zip(encoders, chosen, strict=True)])
-    if not unchunked:
+    if not single_pass:
         features.requires_grad_()
     ce = bound(batch, features)
-    if unchunked:
+    if single_pass:
         (gradient,) = torch.autograd.grad(ce, p)
     else:
         (feature_gradients,) = torch.autograd.grad(ce, features)

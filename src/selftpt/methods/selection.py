@@ -31,7 +31,7 @@ def find_method(name: str) -> Method:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Suggest names that differ from a misspelled one in case and punctuation only, or else similar ones.
+    """Suggest corrections of a misspelled name: names that differ only in case and punctuation, or else similar names.
 
     Args:
         name: The misspelled name.
@@ -57,7 +57,7 @@ def setting_names(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def did_you_mean_setting(key: str, configs: Iterable[Any]) -> str:
-    """Suggest settings for one that does not exist: those whose last part is `key`, or else similar ones.
+    """Suggest existing settings for `key`: those with the same last part, or else similar names.
 
     Returns:
         A question that ends with a space, or "" if no setting is similar.
@@ -88,7 +88,7 @@ def configure(method: Method, changes: Mapping[str, Any]) -> Any:
 
 
 def uses_prompt(method: Method) -> bool:
-    """Whether the learned parameters of a method are those of a `Prompt`, so that it can use an existing one."""
+    """Return whether the learned parameters of a method are those of a `Prompt`, so that it can use an existing one."""
     from selftpt.prompt import SCHEMA
 
     return method.tensors == SCHEMA.tensors
@@ -103,7 +103,7 @@ def check_uses_prompt(method: Method) -> None:
     if not uses_prompt(method):
         usable = [name for name, info in METHODS.info.items() if info.needs_labels and uses_prompt(METHODS[name])]
         raise SelfTPTError(
-            f"{method.name} cannot use a learned prompt: omit --prompt, or choose one of {', '.join(usable)}"
+            f"{method.name} cannot use a learned prompt: remove --prompt, or choose one of {', '.join(usable)}"
         )
 
 

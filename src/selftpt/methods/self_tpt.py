@@ -13,7 +13,7 @@ from selftpt.classifier import Classifier, merge_views
 from selftpt.config import AdaptConfig, Config, LearnConfig, setting
 from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.learning import prompt_training
-from selftpt.methods.method import FitContext, FittedMethod, Method, Probabilities, always
+from selftpt.methods.method import FitContext, FittedMethod, Method, PredictFunction, always
 from selftpt.models.tokenizer import class_tokens
 from selftpt.prompt import Prompt
 from selftpt.training import Training
@@ -63,7 +63,7 @@ def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Clas
     return adapt(fitted.model, prompt_of(fitted), names, fitted.config.adapt)
 
 
-def classify_views(fitted: FittedMethod, names: Sequence[str], template: str) -> Probabilities:
+def classify_views(fitted: FittedMethod, names: Sequence[str], template: str) -> PredictFunction:
     """Run stage 2, and make a function that averages over the most confident views of an image."""
     classifier = classify(fitted, names, template)
 

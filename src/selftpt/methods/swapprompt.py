@@ -13,7 +13,7 @@ from selftpt.config import ContrastConfig, TrainConfig, setting
 from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.errors import SelfTPTError
 from selftpt.losses import cross_entropy
-from selftpt.methods.method import FittedMethod, Method, StreamProbabilities
+from selftpt.methods.method import FittedMethod, Method, StreamPredictFunction
 from selftpt.models import Model
 from selftpt.models.text import TextEncoder, encode_template
 from selftpt.models.tokenizer import class_tokens
@@ -134,7 +134,7 @@ def tune(model: Model, encoder: TextEncoder, crops: Tensor, labels: Tensor, conf
     return online
 
 
-def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> StreamProbabilities:
+def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> StreamPredictFunction:
     """Make a function that tunes a prompt on all test images and classifies them."""
     model, config = fitted.model, fitted.config
     tokens = class_tokens(model.text.tokenizer, names, config.length, ContrastConfig(template=template))
@@ -171,5 +171,5 @@ SWAPPROMPT = Method(
     inputs="views",
     transductive=True,
     uses_seed=True,
-    more_cost=cost,
+    extra_cost=cost,
 )

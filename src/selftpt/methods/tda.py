@@ -16,7 +16,7 @@ from selftpt.classifier import confident_views, entropy, select_views
 from selftpt.config import INT_LIMIT, Config, setting
 from selftpt.data.views import ViewSpec, image_and_crops
 from selftpt.errors import SelfTPTError
-from selftpt.methods.method import FittedMethod, Method, StreamProbabilities
+from selftpt.methods.method import FittedMethod, Method, StreamPredictFunction
 
 BLOCK = 512  # images that are compared with the caches at once
 CONFIDENT = 0.1  # share of the views that is averaged, if there are several
@@ -161,7 +161,7 @@ def adapted_logits(stream: Stream, config: TdaConfig) -> Tensor:
     return logits + config.positive_weight * positive_logits - config.negative_weight * negative_logits
 
 
-def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> StreamProbabilities:
+def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> StreamPredictFunction:
     """Make a function that classifies a stream of images, starting with empty caches."""
     classifier, config = zero_shot(fitted.model, names, template), fitted.config
 
@@ -190,5 +190,5 @@ TDA = Method(
     views=views,
     transductive=True,
     uses_seed=True,
-    more_cost=cost,
+    extra_cost=cost,
 )

@@ -1,4 +1,7 @@
-"""TPT: for each image, a prompt is tuned to make its confident views agree, and then classifies the image."""
+"""TPT: tunes a prompt for each image, and classifies the image with the tuned prompt.
+
+The prompt is tuned by minimising the entropy of the mean prediction of the image's confident views.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from selftpt.progress import Bar
 
 @dataclass(frozen=True)
 class TuneConfig(Config):
-    """Settings of tuning a prompt for one image. The defaults are those of TPT's authors."""
+    """Configuration of test-time prompt tuning. The defaults are those of TPT's authors."""
 
     views: int = setting(64, "views of an image: itself and random crops", above=0)
     augmix: bool = setting(False, "whether AugMix is applied to the crops")
@@ -40,7 +43,7 @@ class TuneConfig(Config):
 
 @dataclass(frozen=True)
 class TptConfig(TuneConfig):
-    """TPT whose initial prompt is the token embeddings of words."""
+    """Configuration of TPT with a prompt that is initialised from the token embeddings of `words`."""
 
     words: str = setting("a photo of a", "words whose token embeddings initialise the prompt")
 
@@ -52,18 +55,25 @@ class TptConfig(TuneConfig):
 
 @dataclass(frozen=True)
 class CoopTptConfig(TuneConfig):
-    """TPT whose initial prompt is the one that `coop` learns."""
+    """Configuration of TPT that starts from a prompt learned with `coop`."""
 
     learn: LearnConfig = field(default_factory=lambda: LearnConfig(cpt=0, gm=0))
 
 
-def most_confident(logits: Tensor, share: float) -> Tensor:
-    """Return the indices [K] of the views with the lowest entropy, a share of logits [V, C], at least one."""
-    return confident_views(logits.softmax(-1), share)
+def most_confident(logits: Tensor, confidence_ratio: float) -> Tensor:
+    """Return the indices [K] of the views with the lowest entropy, given logits [V, C].
+
+    K = max(1, int(confidence_ratio * V)).
+    """
+    return confident_views(logits.softmax(-1), confidence_ratio)
 
 
-def mean_entropy(logits: Tensor) -> Tensor:
-    """Compute TPT's loss: the entropy of the mean of the probabilities of logits [K, C]."""
+def marginal_entropy(logits: Tensor) -> Tensor:
+    """Compute TPT's loss, the marginal entropy: the entropy of the mean of the probabilities of logits [K, C].
+
+    Returns:
+        A scalar.
+    """
     logs = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     return -(logs.exp() * logs).sum()
 
@@ -80,7 +90,7 @@ class Tuner:
         prompt: The initial prompt, [M, d].
         config: The configuration.
         select: Takes the initial logits [V, C], and returns the indices [K] of the views that are used for tuning.
-        loss: Takes the logits of these views [K, C] and the L2-normalised class vectors [C, D].
+        loss: Takes the logits of these views [K, C] and the L2-normalised class vectors [C, D], and returns a scalar.
     """
 
     def __init__(
@@ -95,8 +105,8 @@ class Tuner:
         self.config, self.scale, self.select, self.loss = config, model.scale, select, loss
         tokens = class_tokens(model.text.tokenizer, names, len(prompt), PROMPT_ALONE)
         self.encoder = TextEncoder(model.text, tokens, len(prompt), ("end",), chunk=config.chunk)
-        self.prompt = prompt.detach().clone().to(model.text.embedding.weight).requires_grad_(self.encoder.unchunked)
-        self.features = self.encoder(self.prompt)
+        self.prompt = prompt.detach().clone().to(model.text.embedding.weight).requires_grad_(self.encoder.single_pass)
+        self.class_features = self.encoder(self.prompt)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Tune the prompt for each image and classify the image.
@@ -115,61 +125,71 @@ class Tuner:
                     results.append(self._logits(views[0], self.encoder(tuned)).softmax(-1))
                 if not results[-1].isfinite().all():
                     raise SelfTPTError(
-                        "the tuned prompt gives probabilities that are not finite: lower the learning rate, lr"
+                        "the tuned prompt gives probabilities that are not finite: lower the learning rate (`lr`)"
                     )
                 bar.step()
         return torch.stack(results)
 
     def tune(self, views: Tensor) -> Tensor:
         """Tune the prompt [M, d] for the views [V, D] of an image."""
-        objective = self.objective(views)
+        loss = self.view_loss(views)
         prompt = self.prompt.detach().clone()
         optimizer = torch.optim.AdamW([prompt], lr=self.config.lr, weight_decay=self.config.weight_decay)
         for step in range(self.config.steps):
             if step == 0:
-                prompt.grad = self.first_gradient(objective)
+                prompt.grad = self.first_gradient(loss)
             else:
-                _, (prompt.grad,) = prompt_gradient(self.encoder, prompt, objective)
+                _, (prompt.grad,) = prompt_gradient(self.encoder, prompt, loss)
             optimizer.step()
         return prompt
 
-    def objective(self, views: Tensor) -> Callable[[Tensor], Tensor]:
-        """Select views of an image [V, D], and return their loss as a function of class features [1, C, D]."""
-        chosen = views[self.select(self._logits(views, self.features.detach()))]
+    def view_loss(self, views: Tensor) -> Callable[[Tensor], Tensor]:
+        """Select views of an image, and return their loss as a function of the class features.
+
+        Args:
+            views: Features of views, [V, D].
+
+        Returns:
+            A function from class features [1, C, D] to a scalar.
+        """
+        chosen = views[self.select(self._logits(views, self.class_features.detach()))]
         return lambda features: self.loss(self._logits(chosen, features), F.normalize(features[0], dim=-1))
 
     def first_gradient(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        """Compute the gradient [M, d] of a loss of the class features at the initial prompt."""
-        features = self.features.detach().requires_grad_()
+        """Compute the gradient [M, d], w.r.t. the initial prompt, of a loss that is a function of the class features.
+
+        Args:
+            loss: Takes class features [1, C, D], and returns a scalar.
+        """
+        features = self.class_features.detach().requires_grad_()
         (u,) = torch.autograd.grad(loss(features), features)
-        if self.encoder.unchunked:
-            return torch.autograd.grad(self.features, self.prompt, u, retain_graph=True)[0]
+        if self.encoder.single_pass:
+            return torch.autograd.grad(self.class_features, self.prompt, u, retain_graph=True)[0]
         return self.encoder.vjp(self.prompt, u)[0]
 
-    def _logits(self, views: Tensor, features: Tensor) -> Tensor:
-        return self.scale * views @ F.normalize(features[0], dim=-1).t()
+    def _logits(self, views: Tensor, class_features: Tensor) -> Tensor:
+        return self.scale * views @ F.normalize(class_features[0], dim=-1).t()
 
 
-def tuner(model: Model, names: Sequence[str], prompt: Tensor, config: TuneConfig) -> Tuner:
-    """Make a tuner with TPT's selection of views and TPT's loss."""
-    return Tuner(
-        model,
-        names,
-        prompt,
-        config,
-        lambda logits: most_confident(logits, config.confidence_ratio),
-        lambda logits, _vectors: mean_entropy(logits),
-    )
+def make_tuner(
+    model: Model,
+    names: Sequence[str],
+    prompt: Tensor,
+    config: TuneConfig,
+    loss: Callable[[Tensor, Tensor], Tensor] = lambda logits, _vectors: marginal_entropy(logits),
+) -> Tuner:
+    """Make a tuner with TPT's selection of views and, by default, TPT's loss. The arguments are those of `Tuner`."""
+    return Tuner(model, names, prompt, config, lambda logits: most_confident(logits, config.confidence_ratio), loss)
 
 
 def predictor(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
     """Make a tuner whose initial prompt is the token embeddings of words."""
-    return tuner(fitted.model, names, fitted.model.text.embed_words(fitted.config.words), fitted.config)
+    return make_tuner(fitted.model, names, fitted.model.text.embed_words(fitted.config.words), fitted.config)
 
 
 def predictor_from_coop(fitted: FittedMethod, names: Sequence[str], _template: str) -> Tuner:
     """Make a tuner whose initial prompt is CoOp's."""
-    return tuner(fitted.model, names, fitted.tensors["context"], fitted.config)
+    return make_tuner(fitted.model, names, fitted.tensors["context"], fitted.config)
 
 
 def views(config: TuneConfig) -> list[ViewSpec]:
@@ -178,6 +198,7 @@ def views(config: TuneConfig) -> list[ViewSpec]:
 
 
 def cost(config: TuneConfig) -> str:
+    """Return the cost per image in addition to the views, such as "1 step"."""
     return f"{config.steps} step{'' if config.steps == 1 else 's'}"
 
 
@@ -187,7 +208,7 @@ TPT = Method(
     predictor,
     views=views,
     inputs="views",
-    more_cost=cost,
+    extra_cost=cost,
 )
 COOP_TPT = Method(
     "coop+tpt",
@@ -199,5 +220,5 @@ COOP_TPT = Method(
     inputs="views",
     tensors=PROMPT_TENSORS,
     uses_protocol_epochs=always,
-    more_cost=cost,
+    extra_cost=cost,
 )

@@ -13,7 +13,7 @@ from selftpt.adaptation import zero_shot
 from selftpt.classifier import confident_views
 from selftpt.config import Config, setting
 from selftpt.data.views import ViewSpec, image_and_crops
-from selftpt.methods.method import FittedMethod, Method, Probabilities
+from selftpt.methods.method import FittedMethod, Method, PredictFunction
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def vote(probabilities: Tensor, confidence_ratio: float) -> Tensor:
     return votes / votes.sum(-1, keepdim=True)
 
 
-def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> Probabilities:
+def predictor(fitted: FittedMethod, names: Sequence[str], template: str) -> PredictFunction:
     """Make a function that lets the confident views vote with zero-shot class vectors."""
     classifier = zero_shot(fitted.model, names, template)
 

@@ -88,12 +88,12 @@ class Attention(Protocol):
 
         Args:
             layer: Index of the block.
-            projected: Queries, keys and values of all rows, [T, 3, H, D]; only keys and values, [T, 2, H, D], if
+            projected: Queries, keys and values of all rows, [T, 3, H, E]; only keys and values, [T, 2, H, E], if
                 `queries` is given.
-            queries: Queries of the selected rows, [N, 1, H, D].
+            queries: Queries of the selected rows, [N, 1, H, E].
 
         Returns:
-            [T, H, D], or [N, H, D] if `queries` is given.
+            Outputs of all rows, [T, H, E], or of the selected rows, [N, H, E], if `queries` is given.
         """
 
 
@@ -151,7 +151,7 @@ class Block:
             parts: Which of (query, key, value) to compute: `slice(0, 3)` for all P = 3 of them.
 
         Returns:
-            [T, P, H, D].
+            The parts, [T, P, H, E], where E = d / H is the width of a head.
         """
         d, attention = h.shape[-1], self._block.attn
         rows = slice(parts.start * d, parts.stop * d)
@@ -171,7 +171,7 @@ class Block:
 
         Args:
             x: Input rows of the block [T, d], for the residual connection.
-            attended: Output of attention [T, H, D].
+            attended: Output of attention [T, H, E].
             norms: LayerNorm parameters by name, which replace the block's own.
 
         Returns:

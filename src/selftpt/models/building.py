@@ -77,6 +77,9 @@ def build_model(config: Mapping[str, Any], preprocess: Mapping[str, Any]) -> Any
     Args:
         config: open_clip's `model_cfg`; it is not changed.
         preprocess: The entries of `preprocess_cfg` that differ from open_clip's defaults.
+
+    Returns:
+        An `open_clip.CLIP`, `CustomTextCLIP` or `CoCa`.
     """
     parts = deepcopy(dict(config))
     if "timm_model_name" in parts["vision_cfg"]:
@@ -101,6 +104,9 @@ def build_tokenizer(config: Mapping[str, Any], known_name: str | None, folder: P
         config: open_clip's `model_cfg`.
         known_name: open_clip's name of the model, if it has one; it identifies some SigLIP models.
         folder: The folder of a local model, which contains the files of its tokenizer.
+
+    Returns:
+        The open_clip tokenizer.
 
     Raises:
         SelfTPTError: The configuration requires code from its repository.

@@ -29,6 +29,9 @@ class FullAttention:
         keys: Number K of rows at the start of each sequence that are attended to.
         selected: The rows of each sequence that are read after the last block; None reads all rows.
         mask: Attention mask that broadcasts to [B, H, L, K]: boolean (True where a row attends) or additive.
+
+    Attributes:
+        selects: Whether only the selected rows are queries in the last block.
     """
 
     def __init__(self, length: int, keys: int, selected: slice | None, mask: Tensor | None) -> None:
@@ -37,11 +40,13 @@ class FullAttention:
         self._rows = selected or slice(None)
 
     def select(self, x: Tensor) -> Tensor:
+        """Select the rows [N, ...] of packed rows [B * L, ...] that are read after the last block."""
         selected: Tensor = x.unflatten(0, (-1, self.length))[:, self._rows]
         return selected.flatten(0, 1)
 
     def __call__(self, _layer: int, projected: Tensor, queries: Tensor | None) -> Tensor:
-        rows = projected.unflatten(0, (-1, self.length))  # [B, L, parts, H, D]
+        """Compute the attention of one layer; see `selftpt.models.blocks.Attention`."""
+        rows = projected.unflatten(0, (-1, self.length))  # [B, L, parts, H, E]
         k, v = (rows[:, :, i].transpose(1, 2) for i in (-2, -1))
         if self.keys < self.length:
             k, v = k[:, :, : self.keys], v[:, :, : self.keys]

@@ -156,6 +156,9 @@ def load_recorded_model(
         device: See `load_model`.
         precision: See `load_model`.
 
+    Returns:
+        The model.
+
     Raises:
         SelfTPTError: The user must name the model explicitly, or it cannot be loaded.
     """

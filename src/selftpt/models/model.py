@@ -128,7 +128,10 @@ class Model:
             normalize: Whether the features are L2-normalised.
 
         Returns:
-            [B, D] in fp32; [B, n, D] if the prompts are read-only.
+            Features [B, D] in fp32; [B, n, D] if the prompts are read-only.
+
+        Raises:
+            SelfTPTError: The image tower does not support prompts, or they have the wrong shape.
 
         Example:
             >>> import torch, selftpt
@@ -149,14 +152,16 @@ class Model:
 
         Args:
             texts: N sentences.
-            prompts: n prompt vectors per layer, which replace the first n tokens of each sentence.
+            prompts: n prompt vectors per layer, which replace the first n tokens of each sentence; read-only prompts
+                are appended after the end-of-text token.
             normalize: Whether the features are L2-normalised.
 
         Returns:
-            [N, D] in fp32; [N, n, D] if the prompts are read-only.
+            Features [N, D] in fp32; [N, n, D] if the prompts are read-only.
 
         Raises:
-            SelfTPTError: A text is too long for the model.
+            SelfTPTError: `texts` is not a sequence of strings, a text is too long for the model or contains a special
+                token, or the prompts do not fit the text tower or a text.
 
         Example:
             >>> import selftpt

@@ -28,12 +28,20 @@ from selftpt.models.open_clip_api import text_module
 from selftpt.models.tokenizer import ClassTokens, Tokenizer, end_ids
 
 NO_GRAPH_CHUNK = 64  # minimum number of sentences per packed forward pass when no autograd graph is kept
-KeyValue = tuple[Tensor, Tensor]  # keys and values of one layer, each [H, 1 or n, rows, D]
+KeyValue = tuple[Tensor, Tensor]  # keys and values of one layer, each [H, 1 or n, rows, E]
 TokenIds = Sequence[int]  # without start, end and padding tokens; the id -1 - k is a slot for the k-th prompt vector
 
 
 def before_name(view: View, length: int) -> int:
-    """Return how many of the `length` prompt vectors precede the class name (Eq. 7); the middle view has M // 2."""
+    """Return how many prompt vectors precede the class name (Eq. 7).
+
+    Args:
+        view: The view.
+        length: Number M of prompt vectors.
+
+    Returns:
+        M in the end view, 0 in the front view, M // 2 in the middle view.
+    """
     return {"end": length, "front": 0, "middle": length // 2}[view]
 
 
@@ -44,8 +52,10 @@ class Segment:
     Attributes:
         count: Number of sequences, n.
         size: Number of rows per sequence, S.
-        past: Keys and values of the constant rows that precede the sequences, one pair per layer.
-        prefix: Number of rows of the first segment (the shared prefix) between `past` and the sequences.
+        past: Keys and values of the rows that precede the sequences and do not depend on the prompt, one pair per
+            layer.
+        prefix: Number of leading rows of the shared prefix (the first segment) that each sequence attends to after
+            `past`; 0 if none.
         outputs: Number of rows at the end of each sequence whose output is read after the last block.
         read_only: Whether the rows attend to `past` only, and not to each other or themselves.
     """
@@ -65,7 +75,11 @@ class PackedAttention:
         segments: The sequences, in the order of the rows. The first segment holds the shared prefix.
         ends: Indices of the rows that are read after the last block, in ascending order, none of them in the first
             segment. None reads all rows.
-        kept: A list to which the keys and values of the first segment and its past are appended, one pair per layer.
+        kept: A list to which the keys and values of each segment, preceded by those of its past, are appended, one pair
+            per layer. Used with a single segment.
+
+    Attributes:
+        selects: Whether only the rows `ends` are queries in the last block.
     """
 
     def __init__(
@@ -77,16 +91,28 @@ class PackedAttention:
         self.selects = ends is not None
 
     def select(self, x: Tensor) -> Tensor:
+        """Select the rows `ends` [N, ...] of packed rows [T, ...]."""
         return x[self._ends]
 
     def __call__(self, layer: int, projected: Tensor, queries: Tensor | None) -> Tensor:
+        """Compute the attention of one layer.
+
+        Args:
+            layer: Index of the block.
+            projected: Queries, keys and values of all rows, [T, 3, H, E]; only keys and values, [T, 2, H, E], if
+                `queries` is given.
+            queries: Queries of the rows `ends`, [N, 1, H, E].
+
+        Returns:
+            The outputs of all rows, [T, H, E], or of the rows `ends`, [N, H, E], if `queries` is given.
+        """
         selected: list[Tensor | None] = [None] * len(self._segments)
         if queries is not None:  # no row of the shared prefix is a query
             selected[1:] = queries[:, 0].split(self._outputs)
         out = []
         shared: KeyValue | None = None
         for segment, rows, query in zip(self._segments, projected.split(self._sizes), selected, strict=True):
-            *q, k, v = rows.unflatten(0, (segment.count, segment.size)).permute(2, 3, 0, 1, 4)  # each [H, n, S, D]
+            *q, k, v = rows.unflatten(0, (segment.count, segment.size)).permute(2, 3, 0, 1, 4)  # each [H, n, S, E]
             before = segment.past[layer]
             if shared is None:
                 shared = k, v
@@ -107,7 +133,7 @@ class PackedAttention:
 
 
 def _append(past: Tensor, new: Tensor) -> Tensor:
-    """Append keys or values [H, n, rows, D] to those of the past, [H, 1 or n, rows, D]."""
+    """Append keys or values [H, n, rows, E] to those of the past, [H, 1 or n, rows, E]."""
     return torch.cat([past.expand(-1, new.shape[1], -1, -1), new], 2)
 
 
@@ -117,14 +143,14 @@ def _attend(q: Tensor, before: KeyValue, k: Tensor, v: Tensor) -> Tensor:
     It uses matrix products because the fused kernels have no second derivative; at these lengths it is as fast.
 
     Args:
-        q: Queries of the last Q rows of each sequence, [H, n, Q, D].
-        before: Keys and values of the rows before the sequences, [H, n, c, D], or [H, 1, c, D] if all sequences share
+        q: Queries of the last Q rows of each sequence, [H, n, Q, E].
+        before: Keys and values of the rows before the sequences, [H, n, c, E], or [H, 1, c, E] if all sequences share
             them; shared ones are not repeated in memory.
-        k: Keys [H, n, S, D].
-        v: Values [H, n, S, D].
+        k: Keys [H, n, S, E].
+        v: Values [H, n, S, E].
 
     Returns:
-        [n * Q, H, D].
+        Outputs [n * Q, H, E].
     """
     heads, n, num_queries, width = q.shape
     old, new = before[0].shape[2], k.shape[2]
@@ -149,6 +175,8 @@ class TextTower(nn.Module):
         tokenizer: Its tokenizer.
 
     Attributes:
+        tokenizer: The tokenizer.
+        encoder: The text module of the open_clip model, as `open_clip_api.text_module` returns it.
         supports_packed: Whether attention is causal and the EOT position is pooled, so that `PackedTextForward`
             computes the same features as the tower.
         start: Keys and values of the start token, one pair per layer; only if `supports_packed`.
@@ -202,17 +230,25 @@ class TextTower(nn.Module):
         return self.encoder.pool_type == "eos" and self.tokenizer.end == (self.encoder.eos_id,)
 
     def embed_words(self, text: str) -> Tensor:
-        """Return the token embeddings [tokens, d] of `text`, without start, end and padding tokens."""
+        """Return the token embeddings of a text.
+
+        Args:
+            text: The text.
+
+        Returns:
+            Embeddings [tokens, d], without start, end and padding tokens.
+        """
         ids = torch.tensor(self.tokenizer.encode(text), dtype=torch.long, device=self.device)
         return self.embedding.weight[ids].detach()
 
     def forward(self, ids: Tensor, insert: Insert | None = None) -> Tensor:
-        """Encode token ids over every position, with open_clip's own modules.
+        """Encode token ids with open_clip's own modules, over all positions.
 
         Args:
             ids: Token ids [N, context_length] with start, end and padding, as open_clip's tokenizer returns them.
-            insert: Called before each block to insert prompts into its input rows [N * L, d]. For a Hugging Face
-                encoder it is called only for layer 0, before the positional embedding is added.
+            insert: Called before each block to insert prompts into its input rows [N * L, d], where L is the number of
+                positions, including CoCa's class token. For a Hugging Face encoder it is called only for layer 0,
+                before the positional embedding is added.
 
         Returns:
             Features [N, D], not normalised.
@@ -282,17 +318,19 @@ class TextTower(nn.Module):
         attention = PackedAttention(segments, ends)
         return self.pool(run_blocks(self._blocks, x, attention, insert=insert, observer=observer))
 
-    def pool(self, x: Tensor, select: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    def pool(self, x: Tensor, select: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Apply the final LayerNorm, select rows, and project them.
 
         Args:
             x: Rows [..., d] after the last block.
-            select: Selects the rows to project; by default all.
+            select: Selects the rows to project; None projects all.
 
         Returns:
             Features [..., D], not normalised.
         """
-        x = select(self.encoder.ln_final(x))
+        x = self.encoder.ln_final(x)
+        if select is not None:
+            x = select(x)
         projection = self.encoder.text_projection
         if projection is not None:
             x = projection(x) if isinstance(projection, nn.Linear) else x @ projection
@@ -333,8 +371,9 @@ class PackedTextForward:
 
     Args:
         tower: The text tower.
-        groups: Token ids of n sentences for each of V groups, such as the views of a class list. The sentences of a
-            group share their longest common prefix; groups share as much of it as they have in common.
+        groups: Token ids of n sentences for each of V groups, such as the views of a class list. The longest of the
+            groups' common prefixes is computed once. Each group reuses the part of it with which its own common prefix
+            starts.
         keep_constants: Whether to compute the tokens before the first prompt vector only once and keep their keys and
             values, which no prompt changes. This needs memory for each sentence.
     """
@@ -412,7 +451,7 @@ class ReadOnlyTextForward:
         by_size: dict[int, list[int]] = {}
         for i, sentence in enumerate(sentences):
             by_size.setdefault(len(sentence), []).append(i)
-        self.segments, order = [Segment(1, 0, tower.start)], []
+        self.segments, order = [Segment(1, 0, tower.start)], []  # an empty first segment: there is no shared prefix
         for members in by_size.values():
             ids = torch.tensor([[*sentences[i], *tower.tokenizer.end] for i in members], device=tower.device)
             past = tower.constants(ids, len(tower.tokenizer.start), tower.start)
@@ -460,7 +499,7 @@ class ReferenceTextForward:
         sentence, self.positions = (ids < 0).nonzero(as_tuple=True)
         self.rows = sentence * (ids.shape[1] + extra) + self.positions
         self.index = -1 - ids[ids < 0]
-        # A placeholder id for prompt slots, which must be neither padding nor EOT.
+        # Prompt slots need a placeholder id that is neither padding nor EOT.
         self.ids = ids.where(ids >= 0, tower.tokenizer.encode("photo")[0])
 
     def __call__(self, prompt: Tensor) -> Tensor:
@@ -519,6 +558,9 @@ def text_forward(
         tower: The text tower.
         groups: Token ids of n sentences for each of V groups.
         keep_constants: See `PackedTextForward`; ignored by `ReferenceTextForward`.
+
+    Returns:
+        A function from prompt vectors to features [V, n, D], not normalised.
     """
     if tower.supports_packed:
         return PackedTextForward(tower, groups, keep_constants)
@@ -536,8 +578,8 @@ def encode_sentences(
     Args:
         tower: The text tower.
         sentences: Token ids of N sentences, without start, end and padding tokens.
-        chunk: Maximum number of sentences per forward pass; None is no limit. Without an autograd graph, a packed
-            forward pass takes at least `NO_GRAPH_CHUNK` sentences.
+        chunk: Maximum number of sentences per forward pass; None is no limit. A packed forward pass without an autograd
+            graph raises smaller values to `NO_GRAPH_CHUNK`.
         prompts: n prompt vectors per layer, which replace the first n tokens of each sentence; read-only prompts are
             appended after the EOT token.
 
@@ -552,10 +594,16 @@ def encode_sentences(
     vectors = tower.embedding.weight.new_empty(1, 0, tower.width) if prompts is None else prompts.vectors
     check_prompt_shape(vectors, tower.layers, tower.width)
     if read_only and not tower.supports_packed:
-        raise SelfTPTError("read-only prompts need a causal text tower that pools the end-of-text token, like CLIP's")
+        raise SelfTPTError(
+            "read-only prompts need a causal text tower that pools the end-of-text token, like CLIP's: "
+            "use another model"
+        )
     if count and not read_only:
         if min(map(len, sentences)) < count:
-            raise SelfTPTError(f"{count} prompt vectors need sentences of at least {count} tokens to replace")
+            raise SelfTPTError(
+                f"{count} prompt vectors replace the first {count} tokens of each sentence, and a sentence has fewer: "
+                "shorten the prompt or lengthen the sentence"
+            )
         slots = [-1 - k for k in range(count)]
         sentences = [[*slots, *sentence[count:]] for sentence in sentences]
     by_size = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
@@ -564,11 +612,11 @@ def encode_sentences(
         size = max(size, NO_GRAPH_CHUNK)
     features = []
     for begin in range(0, len(sentences), size):
-        some = [sentences[i] for i in by_size[begin : begin + size]]
+        batch = [sentences[i] for i in by_size[begin : begin + size]]
         if read_only:
-            features.append(ReadOnlyTextForward(tower, some, count)(vectors))
+            features.append(ReadOnlyTextForward(tower, batch, count)(vectors))
         else:
-            features.append(text_forward(tower, [some])(vectors)[0])
+            features.append(text_forward(tower, [batch])(vectors)[0])
     return torch.cat(features)[torch.tensor(by_size, device=tower.device).argsort()]
 
 
@@ -583,7 +631,8 @@ def encode_pairs(tower: TextTower, prompts: Tensor, endings: Sequence[TokenIds])
     Returns:
         Features [B, D], not normalised.
     """
-    slots = (-1 - torch.arange(prompts[..., 0].numel())).view(prompts.shape[:2]).tolist()
+    count, length = prompts.shape[:2]
+    slots = (-1 - torch.arange(count * length)).view(count, length).tolist()
     sentences = [[*slot, *ending] for slot, ending in zip(slots, endings, strict=True)]
     return text_forward(tower, [sentences])(prompts.flatten(0, 1))[0]
 
@@ -596,9 +645,10 @@ def encode_template(tower: TextTower, tokens: ClassTokens, template: str, chunk:
 
     Args:
         tower: The text tower.
-        tokens: C class names.
+        tokens: The tokenised class names, C of them.
         template: A template such as "a photo of a {}.".
-        chunk: Maximum number of sentences per forward pass; None is no limit.
+        chunk: Maximum number of sentences per forward pass; None is no limit. A packed forward pass raises smaller
+            values to `NO_GRAPH_CHUNK`.
 
     Returns:
         Features [C, D], not normalised.
@@ -618,7 +668,7 @@ class TextEncoder:
 
     Args:
         tower: The text tower.
-        tokens: C class names.
+        tokens: The tokenised class names, C of them.
         length: Number M of prompt vectors.
         views: The V views: positions of the class name relative to the prompt vectors.
         tail: Text at the end of every sentence.
@@ -628,10 +678,10 @@ class TextEncoder:
         infix: Text between prompt and name in the end view, such as "of a " for a prompt that replaces "a photo".
 
     Attributes:
-        unchunked: Whether one forward pass encodes all classes.
-        forwards: Forward passes of the chunks.
-        no_graph_forwards: Forward passes of larger chunks, which `__call__` uses.
-        on_forward: Called without arguments after every forward pass.
+        single_pass: Whether one forward pass encodes all classes.
+        forwards: Forward passes of the chunks, which `vjp` and `hvp` use.
+        no_graph_forwards: Forward passes that `__call__` uses; their chunks may be larger than those of `forwards`.
+        on_forward: Called without arguments after every forward pass of `__call__` and `vjp`.
     """
 
     @torch.inference_mode(False)
@@ -658,18 +708,18 @@ class TextEncoder:
         groups = [sentences(view) for view in self.views]
         by_size = torch.tensor(sorted(range(len(tokens)), key=lambda i: len(tokens.ids[i])), device=tower.device)
         size = chunk or len(tokens)
-        self.unchunked = len(tokens) <= size
+        self.single_pass = len(tokens) <= size
         self.inverse = by_size.argsort()
         self.on_forward: Callable[[], object] = lambda: None
 
         def forward(classes: Tensor) -> PackedTextForward | ReferenceTextForward:
-            some = [[group[i] for i in classes.tolist()] for group in groups]
-            return text_forward(tower, some, keep_constants=self.unchunked)
+            chunk_groups = [[group[i] for i in classes.tolist()] for group in groups]
+            return text_forward(tower, chunk_groups, keep_constants=self.single_pass)
 
         self.chunks = by_size.split(size)
         self.forwards = [forward(classes) for classes in self.chunks]
         self.no_graph_forwards = self.forwards
-        if not self.unchunked and size < NO_GRAPH_CHUNK and tower.supports_packed:
+        if not self.single_pass and size < NO_GRAPH_CHUNK and tower.supports_packed:
             self.no_graph_forwards = [forward(classes) for classes in by_size.split(NO_GRAPH_CHUNK)]
 
     def __call__(self, prompt: Tensor) -> Tensor:
@@ -698,7 +748,7 @@ class TextEncoder:
             *cotangents: Vectors u [V, C, D].
 
         Returns:
-            Jᵀu for each u, of the shape of the prompt, where J is the Jacobian of the features w.r.t. the prompt.
+            (∂f/∂p)ᵀ u for each u, of the shape of the prompt p, where f are the features.
         """
         products = [torch.zeros_like(prompt) for _ in cotangents]
         for classes, forward in zip(self.chunks, self.forwards, strict=True):
@@ -719,8 +769,8 @@ class TextEncoder:
             direction: A vector v of the shape of the prompt.
 
         Returns:
-            The product of v with the Hessian of u · features w.r.t. the prompt, of the shape of the prompt, and J v
-            [V, C, D], where J is the Jacobian of the features w.r.t. the prompt.
+            The product of the Hessian of u · f w.r.t. the prompt p with v, of the shape of the prompt, and (∂f/∂p) v,
+            [V, C, D], where f are the features.
         """
         product, jvp = torch.zeros_like(prompt), torch.empty_like(cotangent)
         for classes, forward in zip(self.chunks, self.forwards, strict=True):

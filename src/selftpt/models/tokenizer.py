@@ -68,6 +68,9 @@ class Tokenizer:
         Args:
             text: The text.
             after: The text that precedes it. It matters for tokenizers whose tokens include the space before a word.
+
+        Returns:
+            The token ids of `text` only.
         """
         before, both = self._encode(after), self._encode(after + text)
         return both[len(before) :] if both[: len(before)] == before else self._encode(text)
@@ -91,6 +94,12 @@ class Tokenizer:
     def encode_sentence(self, sentence: str) -> list[int]:
         """Return the token ids of a sentence, without start, end and padding tokens.
 
+        Args:
+            sentence: The sentence.
+
+        Returns:
+            At most `max_tokens` token ids.
+
         Raises:
             SelfTPTError: The sentence is too long for the model or contains a special token.
         """
@@ -112,12 +121,12 @@ class ClassTokens:
     Attributes:
         names: C class names, after `clean_name`.
         ids: Token ids of each name on its own.
-        same: For each class, the index of the first class whose name has the same tokens, [C].
+        name_ids: Name index of each class, [C]: the index of the first class whose name has the same tokens.
     """
 
     names: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
-    same: Tensor
+    name_ids: Tensor
 
     def __len__(self) -> int:
         return len(self.names)
@@ -125,14 +134,14 @@ class ClassTokens:
     @property
     def duplicates(self) -> list[str]:
         """Names that occur more than once in the list, without repetitions."""
-        return [self.names[i] for i, count in enumerate(self.same.bincount().tolist()) if count > 1]
+        return [self.names[i] for i, count in enumerate(self.name_ids.bincount().tolist()) if count > 1]
 
     def subset(self, classes: Sequence[int]) -> ClassTokens:
         """Return the class names with the given indices, in that order."""
         return ClassTokens(
             tuple(self.names[i] for i in classes),
             tuple(self.ids[i] for i in classes),
-            _first_equal(self.same[torch.tensor(classes)].tolist()),
+            _first_equal(self.name_ids[torch.tensor(classes)].tolist()),
         )
 
 
@@ -148,6 +157,9 @@ def tokenize(names: Sequence[str], tokenizer: Tokenizer, max_tokens: int) -> Cla
         names: Class names.
         tokenizer: The tokenizer.
         max_tokens: Maximum number of tokens per name.
+
+    Returns:
+        The names after `clean_name`, and their token ids.
 
     Raises:
         SelfTPTError: A name is empty, has no tokens, contains a special token, or is too long.
@@ -181,6 +193,9 @@ def end_ids(tokenizer: Tokenizer, names: Sequence[str], tail: str = ".", infix: 
         names: Class names.
         tail: Text after the name.
         infix: Text between prompt and name.
+
+    Returns:
+        Token ids for each name.
     """
     return [tokenizer.encode(infix + name + tail, after="photo " if infix or name else "photo") for name in names]
 
@@ -195,6 +210,9 @@ def class_tokens(tokenizer: Tokenizer, names: Sequence[str], length: int, contra
         names: At least two class names.
         length: Number of prompt vectors.
         contrast: The views and the hand-crafted template.
+
+    Returns:
+        The names after `clean_name`, and their token ids.
 
     Raises:
         SelfTPTError: There are fewer than two names, or a name cannot be used, for example because it is too long to be

@@ -29,7 +29,7 @@ class Dataset:
         split: The origin of the split.
         published: Whether this is the published split, with the published numbers of classes and images.
         root: The folder of the dataset.
-        image_folder: The folder below `root` at which the paths of its lists start.
+        image_folder: The folder below `root` that the paths of its lists are relative to.
     """
 
     name: str
@@ -146,7 +146,7 @@ def _read_split(spec: Spec, root: Path, folder: Path) -> tuple[Source, Source, s
         )
     else:
         train, test = splits.random_split(splits.read_classes(folder, spec))
-        return train, test, splits.MADE
+        return train, test, splits.RANDOM_SPLIT
     train, test = splits.to_sources(where, folder, rows)
     splits.check_images_exist(where, (train, test), f"get them from {spec.page}, or use another list")
     return train, test, split
@@ -170,11 +170,11 @@ def _read_own(root: Path) -> Dataset:
                 f"{root}: the class {odd[0]!r} is in only one of the folders train and test: add it to both"
             )
     else:
-        split, images = splits.MADE, Source.from_folder(root)
+        split, images = splits.RANDOM_SPLIT, Source.from_folder(root)
         if {*images.names} <= {"train", "val", "test"}:
             raise SelfTPTError(f"{root} must have both train and test, or one folder per class")
         train, test = splits.random_split(images)
-    names = splits.plain_names(root, test.names)
+    names = splits.names_from_folders(root, test.names)
     train, test = replace(train, names=names), replace(test, names=names)
     if both := {*train.paths} & {*test.paths}:
         raise SelfTPTError(f"{root}: {min(both)} is in train and in test: remove it from one of them")

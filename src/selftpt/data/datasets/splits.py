@@ -16,7 +16,7 @@ from selftpt.data.sources import Source, images_in
 from selftpt.errors import SelfTPTError
 
 Row = tuple[str, int, str]  # path below the image folder, label and class name
-MADE = "made here: 50/20/30 % of each class, seed 1"  # part of records: the text must not change
+RANDOM_SPLIT = "made here: 50/20/30 % of each class, seed 1"  # written to records, so the text must not change
 
 
 def read_lines(file: Path) -> list[str]:
@@ -29,38 +29,42 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SelfTPTError(f"{file} is not a text file in UTF-8: download it again") from error
+        raise SelfTPTError(f"{file} is not a text file in UTF-8: save it as UTF-8, or download it again") from error
 
 
 def read_rows(file: Path, *parts: str) -> list[list[Row]]:
-    """Read parts of a split file or few-shot list: {part: [[path, label, class name], ...], ...}.
+    """Read parts of a split file or of a few-shot list: {part: [[path, label, class name], ...], ...}.
 
     Raises:
-        SelfTPTError: The file cannot be parsed, or a part is missing.
+        SelfTPTError: The file cannot be parsed, a part is missing, or a label is negative.
     """
     try:
         found: Any = json.loads(_text(file))
-    except ValueError as error:
-        raise SelfTPTError(f"{file} is not valid JSON ({error}): download it again") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: too many nested lists or objects
+        raise SelfTPTError(f"{file} is not valid JSON ({error}): correct the file, or download it again") from error
     for part in parts:
         if not isinstance(found, dict) or not isinstance(found.get(part), list) or not found[part]:
             raise SelfTPTError(
-                f'{file} has no list "{part}": it must be {{"{part}": [[path, label, class name], ...]}}'
+                f'{file} has no images in "{part}": it must contain "{part}": [[path, label, class name], ...]'
             )
         for row in found[part]:
             if not isinstance(row, list) or [type(value) for value in row] != [str, int, str]:
                 raise SelfTPTError(
                     f'{file}: {json.dumps(row)} in "{part}" is not of the form [path, label, class name]'
                 )
+            if row[1] < 0:
+                raise SelfTPTError(
+                    f'{file}: {json.dumps(row)} in "{part}" has a negative label: number the labels 0, 1, 2, ...'
+                )
     return [[(path, label, name) for path, label, name in found[part]] for part in parts]
 
 
 def to_sources(where: str | Path, folder: Path, parts: Sequence[Sequence[Row]]) -> list[Source]:
-    """Make a source of each part, all with the same class names.
+    """Convert each part to a `Source`. All sources have the same class names.
 
     Args:
-        where: The file that lists the images, for error messages.
-        folder: The folder at which the paths start.
+        where: The origin of the rows, for error messages.
+        folder: The folder that the paths are relative to.
         parts: The rows of each part.
 
     Raises:
@@ -69,7 +73,7 @@ def to_sources(where: str | Path, folder: Path, parts: Sequence[Sequence[Row]]) 
     names: dict[int, str] = {}
     for _, label, name in (row for part in parts for row in part):
         if names.setdefault(label, name) != name:
-            raise SelfTPTError(f"{where}: label {label} has two names, {names[label]!r} and {name!r}: fix one of them")
+            raise SelfTPTError(f"{where}: label {label} has two names, {names[label]!r} and {name!r}: give it one name")
     for label in range(len(names)):
         if label not in names:
             raise SelfTPTError(
@@ -86,7 +90,7 @@ def check_images_exist(where: str | Path, sources: Sequence[Source], hint: str) 
     """Check that all listed images exist. Folders are listed instead of opening files, which is faster.
 
     Args:
-        where: The file that lists the images, for the error message.
+        where: The origin of the rows, for the error message.
         sources: The images.
         hint: What the user can do, for the error message.
 
@@ -107,8 +111,7 @@ def check_images_exist(where: str | Path, sources: Sequence[Source], hint: str) 
             missing.append(path)
     if missing:
         raise SelfTPTError(
-            f"{len(missing)} of the {len(paths)} images listed in {where} do not exist, the first is {missing[0]}: "
-            f"{hint}"
+            f"{len(missing)} of the {len(paths)} images in {where} do not exist (first: {missing[0]}): {hint}"
         )
 
 
@@ -127,7 +130,9 @@ def read_lists(root: Path, spec: Spec, lists: Lists) -> list[list[Row]]:
     labels = {key: label for label, key in enumerate(order)}
     for key, line in (entry for part in parts for entry in part):
         if key not in labels:
-            raise SelfTPTError(f"the lists of {root}: {line!r} is of no class in {lists.classes}: download them again")
+            raise SelfTPTError(
+                f"the lists of {root}: the class of {line!r} is not in {lists.classes}: download the lists again"
+            )
     return [[(lists.path(line), labels[key], spec.name_of(key)) for key, line in part] for part in parts]
 
 
@@ -143,16 +148,18 @@ def read_classes(folder: Path, spec: Spec) -> Source:
         groups.setdefault(spec.class_of(path.relative_to(folder).as_posix()), []).append(path)
     groups = {key: groups[key] for key in sorted(groups) if spec.name_of(key)}
     if len(groups) < 2:
-        raise SelfTPTError(f"{folder} has images of {len(groups)} classes, at least two are needed: download it again")
+        raise SelfTPTError(
+            f"{folder} must have images of at least two classes, and has {len(groups)}: download the dataset again"
+        )
     return Source(
-        plain_names(folder, [spec.name_of(key) for key in groups]),
+        names_from_folders(folder, [spec.name_of(key) for key in groups]),
         tuple(path for paths in groups.values() for path in paths),
         tuple(label for label, paths in enumerate(groups.values()) for _ in paths),
     )
 
 
-def plain_names(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """Make class names of the names of folders, with spaces for underscores.
+def names_from_folders(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
+    """Convert folder names to class names: underscores become spaces.
 
     Raises:
         SelfTPTError: Two folders have the same class name.
@@ -161,7 +168,8 @@ def plain_names(folder: Path, names: Sequence[str]) -> tuple[str, ...]:
     for i, name in enumerate(plain):
         if name in plain[:i]:
             first, second = names[plain.index(name)], names[i]
-            raise SelfTPTError(f"{folder}: the classes {first!r} and {second!r} are both {name!r}: rename one of them")
+            origin = f" (from {first!r} and {second!r})" if first != second else ""
+            raise SelfTPTError(f"{folder}: two classes have the name {name!r}{origin}: rename one of them")
     return plain
 
 
@@ -192,7 +200,7 @@ def random_split(source: Source) -> list[Source]:
 
 
 def read_wnids(folder: Path, classnames: dict[str, str]) -> Source:
-    """Read the images of ImageNet or a variant: one folder per class, named by WordNet id, in ImageNetV2 by number.
+    """Read ImageNet or one of its variants: one folder per class, named by WordNet id or, in ImageNetV2, by number.
 
     Args:
         folder: The folder.
@@ -207,14 +215,15 @@ def read_wnids(folder: Path, classnames: dict[str, str]) -> Source:
     subfolders.sort(key=int if numbered else str)
     if len(subfolders) < 2:
         raise SelfTPTError(
-            f"{folder} has {len(subfolders)} folders: sort its images into one folder per class, such as n01440764"
+            f"{folder} must have at least two class folders, and has {len(subfolders)}: "
+            "use one folder per class, named by WordNet id (such as n01440764)"
         )
     wnids = dict(zip(map(str, range(len(classnames))), sorted(classnames), strict=True)) if numbered else {}
     names, paths, labels = [], [], []
     for label, subfolder in enumerate(subfolders):
         name, path = classnames.get(wnids.get(subfolder, subfolder)), folder / subfolder
         if name is None:
-            raise SelfTPTError(f"{path} is of no class in classnames.txt: remove the folder, or add the class")
+            raise SelfTPTError(f"the folder {path} is not in classnames.txt: remove the folder, or add the class")
         files = sorted(
             file
             for file in os.listdir(path)
@@ -229,7 +238,9 @@ def read_wnids(folder: Path, classnames: dict[str, str]) -> Source:
 
 
 def read_classnames(root: Path) -> dict[str, str]:
-    """Read class names by WordNet id from classnames.txt of the dataset, or else of ImageNet beside it.
+    """Read class names by WordNet id.
+
+    They come from `classnames.txt` of the dataset, or else from `imagenet/classnames.txt` in the parent folder.
 
     Raises:
         SelfTPTError: There is no such file.

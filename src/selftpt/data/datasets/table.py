@@ -56,7 +56,7 @@ class Spec:
         title: The title in the paper's tables.
         short_title: The heading of its column in a table.
         folder: The folder below the data folder.
-        image_folder: The folder below `folder` at which the paths of its lists start.
+        image_folder: The folder below `folder` that the paths of its lists are relative to.
         size: The published size.
         page: The page from which the images can be downloaded.
         template: The template.
