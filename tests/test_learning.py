@@ -309,7 +309,8 @@ def test_log_has_one_line_per_step(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in Path(f"{out}.log.jsonl").read_text().splitlines()]
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [line["lr"] for line in lines] == [1e-5, 1e-5, 0.002, 0.002]
-    assert all({"ce", "cpt", "gm", "cosine"} <= line.keys() for line in lines)
+    names = {"ce", "cpt", "gm", "cosine", "grad_ce", "grad_cpt", "grad_gm"}
+    assert all(names <= line.keys() for line in lines)
     assert all(line["random_init"] for line in lines)
     first = lines[0]
     assert first["gm"] == pytest.approx(

@@ -312,6 +312,26 @@ def test_gradient_matching_and_derivatives_equal_reference(kind: str, size: floa
         assert relative(one, other) < 1e-9
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0])
+def test_floor_bounds_the_derivative_of_gradient_matching(size: float) -> None:
+    target, gradient = random_tensor(4, 3, seed=1), size * random_tensor(4, 3, seed=2)
+
+    def value_and_derivative(loss: Any, floor: float) -> tuple[Tensor, Tensor]:
+        g = gradient.clone().requires_grad_()
+        value = loss(target, g, floor=floor)
+        return value.detach(), torch.autograd.grad(value, g)[0]
+
+    for floor in (0.0, 0.1):
+        found, expected = (
+            value_and_derivative(loss, floor) for loss in (gradient_matching, reference.gradient_matching)
+        )
+        assert all(relative(one, other) < 1e-9 for one, other in zip(found, expected, strict=True))
+    slopes = {floor: value_and_derivative(gradient_matching, floor)[1].norm().item() for floor in (0.0, 0.1)}
+    bound = 1 / (0.1 * target.norm().item())
+    assert slopes[0.1] <= bound * (1 + 1e-12)
+    assert (slopes[0.0] > bound) == (size < 0.1)
+
+
 def test_cosine_and_gradient_matching_of_known_pairs() -> None:
     a, b = random_tensor(4, 3, seed=1), random_tensor(4, 3, seed=2)
     assert cosine(a, b).item() == pytest.approx(reference.cosine(a, b).item(), rel=1e-12)

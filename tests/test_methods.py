@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from selftpt import training
+from selftpt.adaptation import adapt
 from selftpt.classifier import Classifier
 from selftpt.config import Config, kind_of
 from selftpt.data.cache import Cache
@@ -27,6 +28,7 @@ from selftpt.data.sources import Source, images_in
 from selftpt.errors import SelfTPTError, SelfTPTWarning
 from selftpt.methods import METHODS, FitContext, FittedMethod, Predictor
 from selftpt.methods.selection import configure
+from selftpt.methods.self_tpt import prompt_of
 from selftpt.models import Model
 from selftpt.models.loading import _digest
 from tests.helpers.commands import Run, refused
@@ -390,6 +392,25 @@ def test_invalid_changes_of_a_loaded_method_are_refused(tmp_path: Path) -> None:
         with pytest.raises(SelfTPTError, match=message):
             FittedMethod.load(tmp_path / "tpt.safetensors", model(), changes)
     assert FittedMethod.load(tmp_path / "tpt.safetensors", model(), {"steps": 2}).config.steps == 2
+
+
+def test_self_tpt_starts_from_the_template_of_the_dataset(data: Data) -> None:
+    clip, template = model(), "a satellite photo of {}."
+    config = small_config("self-tpt", data, own_template=True)
+    training = METHODS["self-tpt"].training(FitContext(clip, data.source, template=template), config)
+    assert torch.equal(training.parameters["context"], clip.text.embed_words("a satellite photo of"))
+    fitted = METHODS["self-tpt"].fit(FitContext(clip, data.source, template=template), config)
+    found = fitted.for_classes(NAMES, template).classifier
+    expected = adapt(clip, prompt_of(fitted), NAMES, dataclasses.replace(config.adapt, template=template))
+    other = fitted.for_classes(NAMES, TEMPLATE).classifier
+    assert found is not None
+    assert other is not None
+    assert torch.equal(found.weights, expected.weights)
+    assert not torch.equal(found.weights, other.weights)
+    without = METHODS["self-tpt"].training(
+        FitContext(clip, data.source, template=template), small_config("self-tpt", data)
+    )
+    assert torch.equal(without.parameters["context"], clip.text.embed_words("a photo of a"))
 
 
 def test_read_only_cache_of_learned_parameters_is_read_and_not_changed(

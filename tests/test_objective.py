@@ -30,7 +30,9 @@ def contrast_of(s: Settings) -> ContrastConfig:
 
 
 def config_of(s: Settings) -> LearnConfig:
-    return LearnConfig(ce=s.ce, cpt=s.cpt, gm=s.gm, matching=s.matching, decay=s.decay, contrast=contrast_of(s))
+    weights = {"ce": s.ce, "cpt": s.cpt, "gm": s.gm}
+    guard = {"guard": s.guard, "guard_ratio": s.guard_ratio}
+    return LearnConfig(**weights, **guard, matching=s.matching, decay=s.decay, contrast=contrast_of(s))
 
 
 def task_of(model: Small, names: list[str], length: int, s: Settings, chunk: int | None, stage: int = 1) -> Task:
@@ -90,7 +92,7 @@ def errors_of(found: Step | reference.Joint, expected: reference.Joint) -> dict[
     """Return the relative error of every loss and gradient; of the cosine, which may be near 0, the absolute error."""
     errors = {
         name: abs(float(value) - expected.losses[name].item())
-        / (1.0 if name == "cosine" else expected.losses[name].item())
+        / (1.0 if name == "cosine" else expected.losses[name].item() or 1.0)
         for name, value in found.losses.items()
     }
     errors["by prompt"] = relative(found.prompt_gradient, expected.prompt_gradient)
@@ -122,7 +124,9 @@ def check(
     ]
     for chunk in chunks:
         for step, found in enumerate(run(model, names, s, length, steps, chunk)):
-            assert set(found.losses) == ({"ce", "cpt", "gm", "cosine"} if s.cpt or s.gm else {"ce"})
+            names_of_norms = {"grad_ce", "grad_cpt"} | ({"grad_gm"} if s.gm else set())
+            logged = {"ce", "cpt", "gm", "cosine"} | names_of_norms if s.cpt or s.gm else {"ce", "grad_ce"}
+            assert set(found.losses) == logged
             bad = {what: e for what, e in errors_of(found, exact[step]).items() if not e < allowed[step][what]}
             assert not bad, f"step {step}, chunk {chunk}"
             assert not any(
@@ -168,6 +172,15 @@ SETTINGS = {
     "front, middle": Settings(views=("front", "middle")),
     "hand_crafted, front": Settings(views=("hand_crafted", "front")),
     "middle, hand_crafted": Settings(views=("middle", "hand_crafted")),
+    "floor, active": Settings(guard="floor", guard_ratio=1e3),
+    "floor, not active": Settings(guard="floor", guard_ratio=1e-9),
+    "limit, active": Settings(guard="limit", guard_ratio=0.01, cpt=2.0),
+    "limit, not active": Settings(guard="limit", guard_ratio=1e9),
+    "limit, mse": Settings(guard="limit", guard_ratio=1e-6, matching="mse"),
+    "normalize": Settings(guard="normalize", cpt=0.5, gm=2.0),
+    "normalize, no gm": Settings(guard="normalize", gm=0.0),
+    "gate, closed": Settings(guard="gate", guard_ratio=1e3),
+    "gate, open": Settings(guard="gate", guard_ratio=1e-9),
 }
 
 

@@ -22,6 +22,7 @@ VIEWS: tuple[View, ...] = ("end", "front", "middle")  # Eq. 7, in its order
 CptView = Literal["end", "front", "middle", "hand_crafted"]  # Eq. 7 and Eq. 8
 Reduction = Literal["mean", "sum"]
 Matching = Literal["cosine", "mse"]
+Guard = Literal["none", "floor", "limit", "normalize", "gate"]
 ClassVectors = Literal["end", "mean"]
 Precision = Literal["fp32", "bf16", "fp16"]
 CacheMode = Literal["on", "off", "read-only"]
@@ -222,6 +223,10 @@ class LearnConfig(TrainConfig):
     gm: float = setting(1.0, "weight of gradient matching", minimum=0)
     matching: Matching = setting("cosine", "how gradients are matched: cosine or mse")
     decay: float = setting(0.9, "decay of the moving average of gradients; 0 turns it off", minimum=0, below=1)
+    guard: Guard = setting(
+        "none", "how gradient matching is kept from dominating: none (the paper), floor, limit, normalize or gate"
+    )
+    guard_ratio: float = setting(0.1, "ratio of norms at which the guard takes effect", above=0)
     hidden: int | None = setting(None, "hidden width of the head; none takes the dimension of the features", above=0)
     projection: int = setting(128, "output width of the head", above=0)
     classes_per_step: int | None = setting(

@@ -228,15 +228,23 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return product / norms if norms > 0 else product  # `product` is 0 here and keeps the graph
 
 
-def gradient_matching(target: Tensor, gradient: Tensor, kind: Matching = "cosine") -> Tensor:
+def gradient_matching(target: Tensor, gradient: Tensor, kind: Matching = "cosine", floor: float = 0.0) -> Tensor:
     """Compute the gradient matching loss: 1 - cosine (Eq. 12), or the mean squared error of the paper's ablation.
 
     Args:
         target: The averaged gradient of the cross-entropy, [M, d]; a constant.
         gradient: The gradient of CPT, [M, d], with an autograd graph.
         kind: "cosine" or "mse".
+        floor: If the norm of `gradient` is below `floor` times that of `target`, the cosine is divided by the latter
+            instead. The derivative w.r.t. `gradient` is then at most 1 / (floor · norm of `target`); with 0, as in the
+            paper, it is unbounded.
 
     Returns:
         The loss, a scalar.
     """
-    return 1 - cosine(target, gradient) if kind == "cosine" else F.mse_loss(gradient, target)
+    if kind == "mse":
+        return F.mse_loss(gradient, target)
+    smallest = floor * target.norm()
+    if gradient.norm() < smallest:
+        return 1 - (target * gradient).sum().div(target.norm() * smallest)
+    return 1 - cosine(target, gradient)

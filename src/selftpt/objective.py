@@ -13,7 +13,7 @@ Equation numbers refer to the Self-TPT paper (Efficient Test-Time Prompt Tuning 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,7 +77,8 @@ class Step(NamedTuple):
     """The losses and gradients of one step.
 
     Attributes:
-        losses: The losses by name, and the cosine between the gradients of cross-entropy and CPT.
+        losses: The losses by name; the cosine between the gradients of cross-entropy and CPT; and, as `grad_ce`,
+            `grad_cpt` and `grad_gm`, the norm of each loss's weighted gradient w.r.t. the prompt.
         prompt_gradient: The gradient w.r.t. the prompt, [M, d].
         head_gradients: The gradient w.r.t. each tensor of the head.
         average_gradient: The moving average of the gradient of cross-entropy w.r.t. the prompt, [M, d].
@@ -166,15 +167,13 @@ def _single_pass_step(
     (grad_ce,) = torch.autograd.grad(ce, p, retain_graph=True)
     average = moving_average(average, grad_ce, config.decay)
     if not config.contrasts:
-        return Step({"ce": ce.item()}, config.ce * grad_ce, [torch.zeros_like(t) for t in head], average)
+        return _cross_entropy_step(ce, grad_ce, head, average, config)
     contrast = task.cpt_loss(features, head)
-    (grad_cpt,) = torch.autograd.grad(contrast, p, retain_graph=True, create_graph=config.gm > 0)
-    matching = gradient_matching(average, grad_cpt, config.matching)
-    total = config.ce * ce + config.cpt * contrast
-    if config.gm > 0:
-        total = total + config.gm * matching
-    grad_prompt, *grad_head = torch.autograd.grad(total, [p, *head])
-    return Step(_losses(ce, contrast, matching, grad_ce, grad_cpt), grad_prompt, grad_head, average)
+    by_cpt = torch.autograd.grad(contrast, [p, *head], retain_graph=True, create_graph=config.gm > 0)
+    matching = _matching(average, by_cpt[0], config)
+    by_gm = torch.autograd.grad(matching, [p, *head]) if config.gm > 0 else None
+    losses = {"ce": ce, "cpt": contrast, "gm": matching, "cosine": cosine(grad_ce, by_cpt[0])}
+    return _weighted_step(losses, grad_ce, [t.detach() for t in by_cpt], by_gm, average, config)
 
 
 def _chunked_step(
@@ -188,23 +187,83 @@ def _chunked_step(
     if not config.contrasts:
         (grad_ce,) = task.encoder.vjp(prompt, u_ce)
         average = moving_average(average, grad_ce, config.decay)
-        return Step({"ce": ce.item()}, config.ce * grad_ce, [torch.zeros_like(t) for t in head], average)
+        return _cross_entropy_step(ce, grad_ce, head, average, config)
     contrast = task.cpt_loss(features, head)
     u, *u_head = torch.autograd.grad(contrast, [features, *head], create_graph=config.gm > 0)
     grad_ce, grad_cpt = task.encoder.vjp(prompt, u_ce, u.detach())
     average = moving_average(average, grad_ce, config.decay)
-    grad_prompt = config.ce * grad_ce + config.cpt * grad_cpt
-    grad_head = [config.cpt * t.detach() for t in u_head]
-    matching = gradient_matching(average, grad_cpt.requires_grad_(), config.matching)
+    matching = _matching(average, grad_cpt.requires_grad_(), config)
+    by_gm = None
     if config.gm > 0:
         (v,) = torch.autograd.grad(matching, grad_cpt)
         product, jvp = task.encoder.hvp(prompt, u, v)
         w, *w_head = torch.autograd.grad((u * jvp).sum(), [features, *head])
-        grad_prompt = grad_prompt + config.gm * (product + task.encoder.vjp(prompt, w)[0])
-        grad_head = [t + config.gm * s for t, s in zip(grad_head, w_head, strict=True)]
-    return Step(_losses(ce, contrast, matching, grad_ce, grad_cpt), grad_prompt.detach(), grad_head, average)
+        by_gm = [product + task.encoder.vjp(prompt, w)[0], *w_head]
+    losses = {"ce": ce, "cpt": contrast, "gm": matching, "cosine": cosine(grad_ce, grad_cpt)}
+    return _weighted_step(losses, grad_ce, [t.detach() for t in (grad_cpt, *u_head)], by_gm, average, config)
 
 
-def _losses(ce: Tensor, contrast: Tensor, matching: Tensor, grad_ce: Tensor, grad_cpt: Tensor) -> dict[str, float]:
-    values = {"ce": ce, "cpt": contrast, "gm": matching, "cosine": cosine(grad_ce, grad_cpt)}
-    return {name: value.item() for name, value in values.items()}
+def _matching(average: Tensor, grad_cpt: Tensor, config: LearnConfig) -> Tensor:
+    floor = config.guard_ratio if config.guard == "floor" else 0.0
+    return gradient_matching(average, grad_cpt, config.matching, floor)
+
+
+def _cross_entropy_step(ce: Tensor, grad_ce: Tensor, head: Head, average: Tensor, config: LearnConfig) -> Step:
+    gradient = config.ce * grad_ce
+    losses = {"ce": ce.item(), "grad_ce": gradient.norm().item()}
+    return Step(losses, gradient, [torch.zeros_like(t) for t in head], average)
+
+
+def _weighted_step(
+    losses: Mapping[str, Tensor],
+    grad_ce: Tensor,
+    by_cpt: Sequence[Tensor],
+    by_gm: Sequence[Tensor] | None,
+    average: Tensor,
+    config: LearnConfig,
+) -> Step:
+    """Add the weighted gradients of the three losses, under the guard of the configuration.
+
+    Args:
+        losses: The losses, for the log.
+        grad_ce: The gradient of cross-entropy w.r.t. the prompt, [M, d]; it does not depend on the head.
+        by_cpt: The gradients of CPT w.r.t. the prompt and each tensor of the head.
+        by_gm: The same of gradient matching; None if its weight is 0.
+        average: The moving average of `grad_ce`, [M, d].
+        config: The weights and the guard.
+    """
+    scale_cpt, scale_gm = _guard(grad_ce, by_cpt[0], None if by_gm is None else by_gm[0], average, config)
+    parts = {"grad_ce": config.ce * grad_ce, "grad_cpt": scale_cpt * by_cpt[0]}
+    head = [scale_cpt * t for t in by_cpt[1:]]
+    if by_gm is not None:
+        parts["grad_gm"] = scale_gm * by_gm[0]
+        head = [t + scale_gm * s for t, s in zip(head, by_gm[1:], strict=True)]
+    values = {**losses, **{name: part.norm() for name, part in parts.items()}}
+    gradient = torch.stack(list(parts.values())).sum(0)
+    return Step({name: value.item() for name, value in values.items()}, gradient, head, average)
+
+
+def _guard(
+    grad_ce: Tensor, grad_cpt: Tensor, grad_gm: Tensor | None, average: Tensor, config: LearnConfig
+) -> tuple[float, float]:
+    """Return the factors of the gradients of CPT and gradient matching: their weights, changed by the guard.
+
+    `limit` scales gradient matching down so that its weighted gradient is at most `guard_ratio` times the sum of the
+    other two. `normalize` scales CPT and gradient matching to the norm of the cross-entropy gradient. `gate` leaves
+    gradient matching out while the gradient of CPT is shorter than `guard_ratio` times the moving average.
+    """
+    cpt, gm = config.cpt, config.gm
+    if config.guard == "normalize":
+        norm = grad_ce.norm()
+        cpt = cpt * _ratio(norm, grad_cpt.norm())
+        gm = gm if grad_gm is None else gm * _ratio(norm, grad_gm.norm())
+    elif grad_gm is not None and config.guard == "limit":
+        others = (config.ce * grad_ce + cpt * grad_cpt).norm()
+        gm = min(gm, _ratio(config.guard_ratio * others, grad_gm.norm()))
+    elif config.guard == "gate" and grad_cpt.norm() < config.guard_ratio * average.norm():
+        gm = 0.0
+    return cpt, gm
+
+
+def _ratio(norm: Tensor, other: Tensor) -> float:
+    return (norm / other).item() if other > 0 else 0.0

@@ -96,6 +96,7 @@ class SelfTPTClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             source if needs_labels else None,
             settings=self.settings,
             cache=self.cache,
+            template=self.template,
         )
         self.predictor_ = self.fitted_.for_classes(names, self.template)
         return self

@@ -199,9 +199,15 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum() / torch.sqrt((a * a).sum() * (b * b).sum())
 
 
-def gradient_matching(target: Tensor, gradient: Tensor, kind: str = "cosine") -> Tensor:
-    """Return the loss of Eq. 12, or the mean squared difference of the ablation."""
-    return 1 - cosine(target, gradient) if kind == "cosine" else ((gradient - target) ** 2).sum() / gradient.numel()
+def gradient_matching(target: Tensor, gradient: Tensor, kind: str = "cosine", floor: float = 0.0) -> Tensor:
+    """Return the loss of Eq. 12, or the mean squared difference of the ablation.
+
+    A `gradient` shorter than `floor` times `target` counts as that long in the denominator of the cosine.
+    """
+    if kind == "mse":
+        return ((gradient - target) ** 2).sum() / gradient.numel()
+    lengths = [torch.sqrt((t * t).sum()) for t in (target, gradient)]
+    return 1 - (target * gradient).sum() / (lengths[0] * max(lengths[1], floor * lengths[0]))
 
 
 # The two stages
@@ -222,6 +228,8 @@ class Settings:
     gm: float = 1.0
     matching: str = "cosine"
     decay: float = 0.9
+    guard: str = "none"
+    guard_ratio: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -270,8 +278,25 @@ def joint(
     (by_ce,) = torch.autograd.grad(ce, p, retain_graph=True)
     (by_cpt,) = torch.autograd.grad(contrast, p, create_graph=True)
     average = moving_average([*past, by_ce], settings.decay)
-    gm = gradient_matching(average, by_cpt, settings.matching)
-    total = settings.ce * ce + settings.cpt * contrast + settings.gm * gm
+    gm = gradient_matching(
+        average, by_cpt, settings.matching, settings.guard_ratio if settings.guard == "floor" else 0.0
+    )
+    (by_gm,) = torch.autograd.grad(gm, p, retain_graph=True)
+    weight_cpt, weight_gm = settings.cpt, settings.gm
+    if settings.guard == "normalize":
+        weight_cpt = settings.cpt * float(by_ce.norm() / by_cpt.norm())
+        weight_gm = settings.gm * float(by_ce.norm() / by_gm.norm())
+    if settings.guard == "limit":
+        others = float((settings.ce * by_ce + settings.cpt * by_cpt).detach().norm())
+        weight_gm = min(settings.gm, settings.guard_ratio * others / float(by_gm.norm()))
+    if settings.guard == "gate" and float(by_cpt.norm()) < settings.guard_ratio * float(average.norm()):
+        weight_gm = 0.0
+    total = settings.ce * ce + weight_cpt * contrast + weight_gm * gm
     by_prompt, *by_head = torch.autograd.grad(total, [p, *weights])
-    losses = {"ce": ce, "cpt": contrast, "gm": gm, "cosine": cosine(by_ce, by_cpt)}
+    norms = {
+        "grad_ce": settings.ce * by_ce.norm(),
+        "grad_cpt": weight_cpt * by_cpt.norm(),
+        "grad_gm": weight_gm * by_gm.norm(),
+    }
+    losses = {"ce": ce, "cpt": contrast, "gm": gm, "cosine": cosine(by_ce, by_cpt), **norms}
     return Joint({k: v.detach() for k, v in losses.items()}, by_prompt, by_head, by_ce, average)

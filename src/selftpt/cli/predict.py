@@ -142,7 +142,8 @@ def command(
         raise SelfTPTError(f"{method} does not learn from images: remove --source")
     cache, train_set = caching.cache(), None if source is None else Source.read(source)
     model = options.load()
-    predictor = found.fit(FitContext(model, train_set, cache=cache), settings).for_classes(classes.names, template)
+    context = FitContext(model, train_set, cache=cache, template=template)
+    predictor = found.fit(context, settings).for_classes(classes.names, template)
     print_predictions(
         lambda report: predictor.iter_predict(paths, config.top, cache=cache, on_error=report),
         paths,

@@ -201,7 +201,10 @@ class Bench:
         if self.prompt:
             return fit_prompt(method, self.model, self.prompt.prompt, settings), 0
         folder = self.recorded.folder / "learned"
-        context = FitContext(self.model, source and source[0], folder, cache=self.cache, on_error=self._report)
+        template = self.facts(run)["template"]
+        context = FitContext(
+            self.model, source and source[0], folder, cache=self.cache, on_error=self._report, template=template
+        )
         if source is None:
             return method.fit(context, settings), 0
         key = run.method, run.seed, self.plan.protocol.source or run.dataset

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from selftpt.config import ContrastConfig
 from selftpt.data.cache import Cache
 from selftpt.data.decoding import ImageError, warn_of
 from selftpt.data.sources import Source, SourceLike
@@ -27,6 +28,7 @@ def fit(
     cache: Cache | None = None,
     initial: Mapping[str, Tensor] | None = None,
     on_error: Callable[[ImageError], None] = warn_of,
+    template: str = ContrastConfig.template,
 ) -> FittedMethod:
     """Fit a method of `METHODS`.
 
@@ -40,6 +42,7 @@ def fit(
         cache: The cache of image features; by default the user's cache folder.
         initial: Initial values of learned parameters, by name.
         on_error: Called for every image that cannot be used; the image is then left out.
+        template: The template of the dataset, with {} for the class name, for methods that use it while they learn.
 
     Returns:
         The fitted method. `for_classes(names)` makes a predictor for a list of class names.
@@ -65,5 +68,6 @@ def fit(
         Cache() if cache is None else cache,
         initial or {},
         on_error,
+        template,
     )
     return chosen.fit(context, config)

@@ -83,6 +83,7 @@ class FitContext:
         cache: The cache of image features; by default nothing is cached.
         initial: Initial values of learned parameters, by name.
         on_error: Called for every image that cannot be used.
+        template: The template of the dataset, with {} for the class name. Most methods ignore it.
         unreadable: The number of training images that could not be used; set by `learned`.
     """
 
@@ -92,6 +93,7 @@ class FitContext:
     cache: Cache = NO_CACHE
     initial: Mapping[str, Tensor] = field(default_factory=dict)
     on_error: Callable[[ImageError], None] = warn_of
+    template: str = ContrastConfig.template
     unreadable: int = 0
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +25,9 @@ class SelfTptConfig(Config):
 
     learn: LearnConfig = field(default_factory=LearnConfig)
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
+    own_template: bool = setting(
+        False, "start the prompt from the words of the dataset's template, and use it as the hand-crafted view"
+    )
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,13 @@ class SelfTptVConfig(SelfTptConfig):
 PROMPT_TENSORS = {"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "F"}
 
 
-def learn_config(_context: FitContext, config: Any) -> LearnConfig:
+def learn_config(context: FitContext, config: SelfTptConfig) -> LearnConfig:
     """Return the configuration of stage 1."""
-    learn: LearnConfig = config.learn
-    return learn
+    if not config.own_template:
+        return config.learn
+    words = context.template.partition("{}")[0].strip()
+    contrast = dataclasses.replace(config.learn.contrast, template=context.template)
+    return dataclasses.replace(config.learn, words=words or config.learn.words, contrast=contrast)
 
 
 def train(context: FitContext, config: LearnConfig) -> Training:
@@ -58,9 +64,13 @@ def prompt_of(fitted: FittedMethod) -> Prompt:
     return Prompt.of(fitted.tensors, fitted.config.learn.contrast, fitted.model_id, origin)
 
 
-def classify(fitted: FittedMethod, names: Sequence[str], _template: str) -> Classifier:
+def classify(fitted: FittedMethod, names: Sequence[str], template: str) -> Classifier:
     """Run stage 2."""
-    return adapt(fitted.model, prompt_of(fitted), names, fitted.config.adapt)
+    config: SelfTptConfig = fitted.config
+    stage_2 = config.adapt
+    if config.own_template and stage_2.template is None:
+        stage_2 = dataclasses.replace(stage_2, template=template)
+    return adapt(fitted.model, prompt_of(fitted), names, stage_2)
 
 
 def classify_views(fitted: FittedMethod, names: Sequence[str], template: str) -> PredictFunction:
