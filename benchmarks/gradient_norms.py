@@ -33,9 +33,7 @@ def means(lines: list[dict[str, Any]], epoch: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--images", type=Path, required=True, help="labelled images, as for `selftpt learn`"
-    )
+    parser.add_argument("--images", type=Path, required=True, help="labelled images, as for `selftpt learn`")
     parser.add_argument("--model", default="selftpt-tiny", help="model of open_clip")
     parser.add_argument("--pretrained", help="its weights; random for random weights")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 10, 20, 50], help="lengths of the class lists")

@@ -126,3 +126,22 @@ def test_numpy_images_and_names_are_accepted() -> None:
     image = np.random.default_rng(0).integers(0, 255, (40, 50, 3), np.uint8)
     assert classifier.predict(image).names == classifier.predict([image])[0].names
     assert classifier.predict_proba(image).sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_arguments_of_wrong_types_are_refused_in_one_line() -> None:
+    clip, prompt, names = model(), selftpt.Prompt.embedded(), ["cat", "dog"]
+    classifier = selftpt.zero_shot(clip, names)
+    for call, message in (
+        (lambda: selftpt.adapt(clip, "p.safetensors", names), "prompt must be a Prompt, not str: Prompt.load reads"),
+        (lambda: selftpt.adapt(clip, prompt, names, {"steps": 3}), "config must be an AdaptConfig, not dict"),
+        (lambda: selftpt.adapt(clip, prompt, names, selftpt.LearnConfig()), "config must be an AdaptConfig"),
+        (lambda: selftpt.learn(clip, "photos", {"epochs": 1}), "config must be a LearnConfig, not dict"),
+        (lambda: selftpt.learn(clip, "photos", cache="off"), "cache must be a Cache, not str"),
+        (lambda: selftpt.zero_shot(names, clip), "model must be a Model, not list"),
+        (lambda: selftpt.fit(clip, "coop", "photos"), r"method must be a str, not Model: the arguments are fit\("),
+        (lambda: selftpt.fit("coop", clip, settings="learn.epochs=1"), "settings must be a Mapping, not str"),
+        (lambda: classifier.predict("a.jpg", config={"views": 3}), "config must be a PredictConfig, not dict"),
+        (lambda: selftpt.load_model(3), "the name of a model must be a str, not int"),
+    ):
+        with pytest.raises(selftpt.SelfTPTError, match=message):
+            call()

@@ -76,7 +76,7 @@ def test_spin_count_is_limited_by_default(run: Run, monkeypatch: pytest.MonkeyPa
     if own is None:
         monkeypatch.delenv("GOMP_SPINCOUNT")
     run("--version")
-    assert os.environ["GOMP_SPINCOUNT"] == (own or "10000")
+    assert os.environ["GOMP_SPINCOUNT"] == (own or "1000")
 
 
 def test_top_1_has_no_column_for_other_classes(run: Run, files: Files) -> None:
@@ -410,7 +410,7 @@ def test_invalid_sources_are_refused(run: Run, files: Files, tmp_path: Path) -> 
     answer = learn(photos)
     refused(answer, "'zebra' has no image that can be read")
     assert "note: skipped" in answer.err
-    refused(learn(photos / "kite" / "0.png"), "is not a folder")
+    refused(learn(photos / "kite" / "0.png"), "is neither a folder nor a CSV file")
     assert not (tmp_path / "p").exists()
 
 

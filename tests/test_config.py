@@ -141,8 +141,8 @@ def test_command_line_accepts_none(run: Run, tmp_path: Path) -> None:
     refused(answer, "nowhere")
     assert "note: 0 for --shots is deprecated: write none" in answer.err
     refused(run(*learn, "--shots", "all"), "--shots", "'all'", "none")
-    refused(run(*learn, "--shots", "-1"), "LearnConfig.shots must be an integer above 0, or none, not -1")
-    refused(run(*learn, "--lr", "nan"), "LearnConfig.lr must be a number above 0")
+    refused(run(*learn, "--shots", "-1"), "--shots must be an integer above 0, or none, not -1")
+    refused(run(*learn, "--lr", "nan"), "--lr must be a number above 0")
     shown = run("learn", "--help").out
     assert "[default: none]" in " ".join(shown.split())
     assert "none takes all" in " ".join(shown.replace("│", " ").split())

@@ -28,7 +28,7 @@ def context_of(shots: int, classes: int) -> FitContext:
     """Return a context with features of `shots` images per class, but only one image of the first class."""
     labels = [0, *(label for label in range(1, classes) for _ in range(shots))]
     names = [f"class {label}" for label in range(classes)]
-    return FitContext(model(), Source.from_features(torch.zeros(len(labels), 24), labels, names))
+    return FitContext(model(), Source.from_features(torch.full((len(labels), 24), 24**-0.5), labels, names))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -680,8 +681,8 @@ def test_folders_without_labelled_images_are_refused(tmp_path: Path) -> None:
     empty.mkdir()
     touch(tmp_path, "one/cat/1.jpg", "one/stray.jpg", "hole/cat/1.jpg", "hole/dog/notes.txt")
     fails(tmp_path / "none", "does not exist")
-    fails(tmp_path / "one" / "stray.jpg", "is not a folder")
-    fails(empty, "at least two; it has 0")
+    fails(tmp_path / "one" / "stray.jpg", "is neither a folder nor a CSV file")
+    fails(empty, "at least two; folders in it: 0")
     fails(tmp_path / "one", "at least two; it has 1")
     fails(tmp_path / "hole", r"hole/dog has no image")
     fails(tmp_path / ("x" * 300), "cannot read the folder|does not exist")
@@ -802,7 +803,7 @@ def test_source_from_images_takes_names_or_indices_as_labels() -> None:
 
 
 def test_source_from_features_samples_features_with_their_labels() -> None:
-    features = torch.randn(6, 24, generator=torch.Generator().manual_seed(0))
+    features = F.normalize(torch.randn(6, 24, generator=torch.Generator().manual_seed(0)), dim=-1)
     source = Source.from_features(features, [0, 1, 0, 1, 0, 1], ["cat", "kite"])
     assert source.features is not None
     assert source.features.shape == (6, 1, 24)

@@ -534,7 +534,7 @@ def test_predict_command_accepts_cache_options(
     assert "not cached" in again.err
     monkeypatch.setenv("SELFTPT_CACHE", str(tmp_path / "cache"))
     assert predict(*learned).out == predict(*learned, "--cache-mode", "read-only").out == first.out
-    refused(predict(*learned, "--cache-gb", "0"), "cache_gb must be a number above 0")
+    refused(predict(*learned, "--cache-gb", "0"), "--cache-gb must be a number above 0")
 
 
 def test_fitted_methods_can_be_inspected(run: Run, data: Data, tmp_path: Path) -> None:

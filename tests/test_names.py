@@ -13,6 +13,7 @@ import torch
 
 import selftpt
 from selftpt.classifier import Classifier
+from selftpt.cli.options import read_classes
 from selftpt.data.sources import Source
 from selftpt.errors import SelfTPTError
 from selftpt.models import load_model
@@ -77,3 +78,6 @@ def test_names_files_are_checked(run: Run, tmp_path: Path) -> None:
     for names in (["cat", 1], ["cat", "\ud800"], ["cat", "d\u0000g"]):
         file.write_text(json.dumps(names))
         refused(run("classify", tmp_path, "--names-file", file), "names.json", "class name 2 of 2")
+    described = {"cat": ["striped fur", "whiskers"], "dog": ["floppy ears"]}
+    file.write_text(json.dumps(described, indent=1))
+    assert read_classes(None, file) == (["cat", "dog"], described)

@@ -583,7 +583,7 @@ def test_methods_are_listed(run: Run) -> None:
         (["--set", "learn.lr=-1"], ["lr must be a number above 0"]),
         (["--set", "learn.seed=3"], ["--seeds"]),
         (["--share", "2"], ["share"]),
-        (["--source-classes", "1"], ["source_classes"]),
+        (["--source-classes", "1"], ["--source-classes must be"]),
     ],
     ids=lambda value: " ".join(value),
 )

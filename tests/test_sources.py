@@ -141,3 +141,31 @@ def test_several_splits_of_a_hugging_face_dataset_are_refused(hub_dataset: Any) 
     for wrong in (datasets.DatasetDict(train=hub_dataset), hub_dataset.to_iterable_dataset()):
         with pytest.raises(SelfTPTError, match="must be one split"):
             Source.read(wrong)
+
+
+def test_columns_of_a_csv_file_may_be_swapped(tmp_path: Path) -> None:
+    """The first line then is `label,path`."""
+    (tmp_path / "a.csv").write_text("label,path\ncat,1.jpg\ndog,2.jpg\n")
+    source = Source.from_csv(tmp_path / "a.csv")
+    assert source.images == (tmp_path / "1.jpg", tmp_path / "2.jpg")
+    assert source.names == ("cat", "dog")
+
+
+def test_repr_of_a_source_is_short() -> None:
+    images = [np.zeros((64, 64, 3), np.uint8)] * 4
+    source = Source.from_images(images, ["a", "b", "c", "d"])
+    assert repr(source) == "Source(4 images of 4 classes: 'a', 'b', 'c', ...)"
+
+
+def test_features_must_be_normalized() -> None:
+    features = np.eye(3, dtype=np.float32)
+    assert Source.from_features(features, ["a", "b", "a"]).features.shape == (3, 1, 3)
+    with pytest.raises(SelfTPTError, match="features must be L2-normalised"):
+        Source.from_features(50 * features, ["a", "b", "a"])
+
+
+def test_arguments_in_the_place_of_lists_are_refused() -> None:
+    with pytest.raises(SelfTPTError, match=r"must be a list of images, not the path a\.jpg: use Source.read"):
+        Source.from_images("a.jpg", ["a"])
+    with pytest.raises(SelfTPTError, match=r"labels that are numbers need the class names: pass names="):
+        Source.from_images(["a.jpg", "b.jpg"], [0, 1])

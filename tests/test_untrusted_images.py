@@ -370,7 +370,7 @@ def test_opened_array_is_a_copy() -> None:
         (torch.zeros(3, 4, 4), "the tensor: float32 [3, 4, 4]: an image is uint8 [3, H, W]"),
         (torch.zeros(4, 4, 3, dtype=torch.uint8), "the tensor: uint8 [4, 4, 3]: an image is"),
         (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), "the tensor: uint8 [2, 3, 4, 4]: an image is"),
-        (b"a.jpg", "an image is a path, a PIL image, an array [H, W, 3] or a tensor [3, H, W], not bytes"),
+        (b"a.jpg", "it must be a path, a PIL image, an array [H, W, 3] or a tensor [3, H, W], not bytes"),
         (None, "not NoneType"),
         (7, "not int"),
     ],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from selftpt.classifier import Classifier
 from selftpt.config import VIEWS, AdaptConfig, ContrastConfig, View
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, check_type
 from selftpt.gradients import differentiable, with_gradients
 from selftpt.losses import Head
 from selftpt.models import Model
@@ -46,6 +46,7 @@ def zero_shot(
         >>> selftpt.zero_shot(model, ["forest", "river"], template="a centered satellite photo of {}.")
         Classifier(2 classes: 'forest', 'river'; model selftpt-tiny)
     """
+    check_type(model, Model, "model")
     contrast = ContrastConfig(template=template)
     tokens = class_tokens(model.text.tokenizer, names, 0, contrast)
     weights = F.normalize(encode_template(model.text, tokens, template, chunk), dim=-1)
@@ -75,6 +76,9 @@ def adapt(model: Model, prompt: Prompt, names: Sequence[str], config: AdaptConfi
         Classifier(2 classes: 'golden retriever', 'tabby cat'; model selftpt-tiny)
     """
     config = config or AdaptConfig()
+    check_type(model, Model, "model")
+    check_type(prompt, Prompt, "prompt", "Prompt.load reads a file")
+    check_type(config, AdaptConfig, "config")
     prompt.check(model)
     contrast, length, device = prompt.contrast, len(prompt.context), model.device
     if config.template is not None:

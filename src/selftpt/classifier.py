@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from selftpt.data.decoding import ImageError, ImageInput, warn_of
 from selftpt.data.features import Block, FeatureProvider
 from selftpt.data.sources import find_images, is_place
 from selftpt.data.views import image_and_crops
-from selftpt.errors import SelfTPTError
+from selftpt.errors import SelfTPTError, check_type
 from selftpt.files import Schema, read_tensors, write_tensors
 from selftpt.models import Model, ModelId, load_recorded_model
 from selftpt.names import check_names
@@ -382,6 +383,7 @@ class Classifier:
     def _stream(self, config: PredictConfig | None, top: int | None) -> tuple[Stream, int]:
         """Return the function that maps images to probabilities, and the number of classes in a prediction."""
         config = config or PredictConfig()
+        check_type(config, PredictConfig, "config")
         if top is not None:
             config = dataclasses.replace(config, top=top)
         model = self.model or load_recorded_model(self.model_id, "the classifier")
@@ -456,7 +458,7 @@ def as_list(images: ImageInput | Iterable[ImageInput]) -> Iterable[ImageInput]:
     """
     if isinstance(images, str | os.PathLike) or is_one_image(images):
         return [images]  # type: ignore[list-item]
-    if isinstance(images, bytes | bytearray) or not isinstance(images, Iterable):
+    if isinstance(images, bytes | bytearray | io.IOBase) or not isinstance(images, Iterable):
         raise SelfTPTError(
             f"images must be a path, a PIL image, an array, a tensor or a list of these, not {type(images).__name__}"
         )

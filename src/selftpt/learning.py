@@ -15,6 +15,7 @@ from selftpt.config import VIEWS, LearnConfig
 from selftpt.data.cache import Cache, code_digest, content_digest
 from selftpt.data.decoding import ImageError, warn_of
 from selftpt.data.sources import Source, SourceLike
+from selftpt.errors import check_type
 from selftpt.files import check_writable, digest
 from selftpt.gradients import with_gradients
 from selftpt.losses import Head
@@ -66,6 +67,10 @@ def learn(
         >>> prompt = selftpt.learn(model, "photos/", out="prompt.safetensors")  # doctest: +SKIP
     """
     config = config or LearnConfig()
+    check_type(model, Model, "model")
+    check_type(config, LearnConfig, "config")
+    if cache is not None:
+        check_type(cache, Cache, "cache")
     path = Path(out) if out is not None else None
     if path:
         check_writable(path)

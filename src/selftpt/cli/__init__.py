@@ -92,7 +92,7 @@ def main() -> None:
     """
     warnings.showwarning = _print_warning  # type: ignore[assignment]
     # By default the threads of torch wait in a busy loop, which on a loaded machine takes longer than the work itself.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a file name may be invalid UTF-8
             stream.reconfigure(errors="surrogateescape")

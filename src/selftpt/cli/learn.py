@@ -31,10 +31,12 @@ def command(
     """Learn a prompt from labelled images (stage 1). The same command resumes an interrupted run."""
     from selftpt.data.sources import Source
     from selftpt.files import check_writable
-    from selftpt.learning import learn
 
     check_writable(out)
     images = Source.read(source)
+
+    from selftpt.learning import learn
+
     prompt = learn(options.load(), images, config, out=out, cache=caching.cache())
     summary = {
         "prompt": str(out),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 
 from selftpt.cli.options import Json, complete_method
 
+WIDE = 140  # columns of a terminal that has room for the references
 INFO_FIELDS = (
     *("summary", "reference", "needs", "trains_on", "inputs", "requires", "needs_labels", "transductive"),
     *("stochastic", "cost"),
@@ -33,14 +35,15 @@ def command(
     if as_json:
         print(json.dumps([_row(name) for name in METHODS]))
         return
-    columns = {
+    columns: dict[str, str] = {
         "method": "name",
         "what it does": "summary",
         "needs": "needs",
         "trains on": "trains_on",
         "cost per image": "cost",
-        "reference": "reference",
     }
+    if not sys.stdout.isatty() or shutil.get_terminal_size().columns >= WIDE:
+        columns["reference"] = "reference"
     rows = ([_row(name)[key] for key in columns.values()] for name in METHODS)
     _print_table(list(columns), rows)
 
@@ -59,6 +62,9 @@ def _show_settings(name: str, as_json: bool) -> None:
     if as_json:
         values = {setting: value for setting, value, _ in settings}
         print(json.dumps(_row(name) | {"settings": values, "help": {setting: text for setting, _, text in settings}}))
+        return
+    if not settings:
+        print(f"{name} has no settings")
         return
     shown = ((setting, "none" if value is None else _text(value), text or "") for setting, value, text in settings)
     _print_table(["setting", "default", "description"], shown)

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -184,11 +185,13 @@ class ModelOptions(Config):
         """
         from selftpt.hub import resolve
         from selftpt.models import EMBEDDED
+        from selftpt.models.loading import find_source
         from selftpt.prompt import Prompt
 
         if file is not None and str(file) != EMBEDDED_PROMPT:
             return Prompt.load(resolve(file, "prompt"))
         if self.model not in (None, EMBEDDED):
+            find_source(str(self.model), self.pretrained)
             raise SelfTPTError(
                 f"no prompt comes with the model {self.model!r}: give --prompt FILE, which `selftpt learn` writes, or "
                 "use `classify --zero-shot`, which needs none"
@@ -299,7 +302,11 @@ def _make_config(group: type[Any], options: dict[str, Any]) -> Any:
             values[field.name] = None
         else:
             values[field.name] = options[field.name]
-    return group(**values)
+    try:
+        return group(**values)
+    except SelfTPTError as error:
+        as_option = re.sub(rf"^{group.__name__}\.(\w+)", lambda found: f"--{found[1].replace('_', '-')}", str(error))
+        raise SelfTPTError(as_option) from error
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
@@ -356,8 +363,8 @@ NamesFile = Annotated[
     typer.Option(
         "--names-file",
         metavar="FILE",
-        help="A file with one class name per line, or a JSON list of names. A line `name: description` also describes "
-        "the class, for methods that use descriptions.",
+        help="A file with one class name per line, or a JSON list of names. Lines `name: description`, or a JSON "
+        "object from names to lists of descriptions, also describe the classes, for methods that use descriptions.",
         rich_help_panel=DATA,
     ),
 ]
@@ -412,18 +419,21 @@ def read_classes(names: str | None, file: Path | None) -> Classes:
     if (names is None) == (file is None):
         raise SelfTPTError("give the class names either with --names 'cat, dog' or with --names-file FILE")
     if names is not None:
-        return Classes(list(comma_separated(names)), {})
+        return Classes(list(check_names(comma_separated(names))), {})
     assert file is not None
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SelfTPTError(f"cannot read class names from {file}: {error}") from error
-    if not text.lstrip().startswith("["):
-        return Classes(*parse_names(text))
+    if not text.lstrip().startswith(("[", "{")):
+        found, descriptions = parse_names(text)
+        return Classes(list(check_names(found)), descriptions)
     try:
         listed = json.loads(text)
     except ValueError as error:
-        raise SelfTPTError(f"{file} starts like a JSON list but is not valid JSON: {error}") from error
+        raise SelfTPTError(f"{file} starts like JSON but is not valid JSON: {error}") from error
+    if isinstance(listed, dict):
+        return Classes(list(check_names(list(listed))), listed)
     try:
         return Classes(list(check_names(listed)), {})
     except SelfTPTError as error:

@@ -259,7 +259,8 @@ def _print_table(predictions: Iterable[Prediction], random_init: bool) -> int:
         rest = ", ".join(f"{n} {q:.0%}" for n, q in zip(p.names[1:], p.probabilities[1:], strict=True) if q >= 0.01)
         table.add_row(p.path, p.names[0], f"{p.probabilities[0]:.1%}", *([rest] if len(p.names) > 1 else []))
     if count:
-        Console(highlight=False, markup=False, emoji=False).print(table)
+        width = None if sys.stdout.isatty() else 10_000  # a file or a pipe has no width: lines are not broken
+        Console(width=width, highlight=False, markup=False, emoji=False).print(table)
     return count
 
 

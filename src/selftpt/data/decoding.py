@@ -185,7 +185,8 @@ def open_image(source: ImageInput, max_megapixels: float = 80) -> Image.Image:
         return _decode(_from_tensor(source), "the tensor", max_megapixels)
     if not isinstance(source, str | os.PathLike):
         raise ImageError(
-            f"an image is a path, a PIL image, an array [H, W, 3] or a tensor [3, H, W], not {type(source).__name__}"
+            f"an input of type {type(source).__name__}: it must be a path, a PIL image, an array [H, W, 3] or a tensor "
+            f"[3, H, W], not {type(source).__name__}"
         )
     path = os.fsdecode(source)
     name = ascii(path) if re.search(r"[\0-\x1f\x7f-\x9f\u2028\u2029]", path) else path  # keeps messages on one line

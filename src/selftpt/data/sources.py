@@ -16,6 +16,7 @@ from selftpt.errors import SelfTPTError
 from selftpt.names import check_names
 
 if TYPE_CHECKING:  # files are listed without importing torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -30,7 +31,7 @@ class IndexedDataset(Protocol):
 SourceLike: TypeAlias = str | os.PathLike[str] | IndexedDataset
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Source:
     """Labelled images to learn from or to test on.
 
@@ -69,6 +70,11 @@ class Source:
             )
         if self.labels and not 0 <= min(self.labels) <= max(self.labels) < len(self.names):
             raise SelfTPTError(f"the labels of a source must be indices of its {len(self.names)} class names")
+
+    def __repr__(self) -> str:
+        what = "images" if self.features is None else "features"
+        names = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
+        return f"Source({len(self.labels)} {what} of {len(self.names)} classes: {names})"
 
     @classmethod
     def read(cls, source: Source | SourceLike) -> Source:
@@ -113,13 +119,14 @@ class Source:
         root = Path(folder)
         try:
             if not root.is_dir():
-                raise SelfTPTError(f"{root} is not a folder" if root.exists() else f"the folder {root} does not exist")
+                wrong = "is neither a folder nor a CSV file" if root.exists() else "does not exist"
+                raise SelfTPTError(f"{root} {wrong}: give a folder with one folder of images per class, or a CSV file")
             classes = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
         except OSError as error:
             raise SelfTPTError(f"cannot read the folder {root}: {error.strerror}") from error
         if len(classes) < 2:
             raise SelfTPTError(
-                f"{root} must have one folder of images per class, at least two; it has {len(classes)} folders"
+                f"{root} must have one folder of images per class, at least two; folders in it: {len(classes)}"
             )
         images: list[Path] = []
         labels: list[int] = []
@@ -136,8 +143,8 @@ class Source:
         """Read a CSV file with two columns, image path and class name.
 
         Args:
-            file: The CSV file, in UTF-8. A first line `path,label` is optional. Relative paths are resolved against the
-                folder of the file.
+            file: The CSV file, in UTF-8. A first line `path,label` is optional; with `label,path`, the columns are in
+                that order. Relative paths are resolved against the folder of the file.
 
         Returns:
             The paths of the images, in the order of the file. Classes are in alphabetical order.
@@ -147,14 +154,22 @@ class Source:
         """
         path = Path(file)
         rows: list[tuple[Path, str]] = []
+        columns = (0, 1)
         try:
             with path.open(encoding="utf-8-sig", newline="") as lines:
                 for number, row in enumerate(csv.reader(lines, strict=True), 1):
-                    if not row or (number == 1 and [cell.strip().lower() for cell in row] == ["path", "label"]):
+                    cells = [cell.strip() for cell in row]
+                    if not row:
                         continue
-                    if len(row) != 2 or not all(cell.strip() for cell in row):
-                        raise SelfTPTError(f"{path}, line {number}: expected an image path and a class name")
-                    rows.append((path.parent / row[0].strip(), row[1].strip()))
+                    if number == 1 and sorted(cell.lower() for cell in cells) == ["label", "path"]:
+                        columns = (0, 1) if cells[0].lower() == "path" else (1, 0)
+                        continue
+                    if len(row) != 2 or not all(cells):
+                        raise SelfTPTError(
+                            f"{path}, line {number}: expected an image path and a class name, separated by a comma"
+                        )
+                    image, label = (cells[column] for column in columns)
+                    rows.append((path.parent / image, label))
         except FileNotFoundError as error:
             raise SelfTPTError(f"{path} does not exist") from error
         except OSError as error:
@@ -182,6 +197,8 @@ class Source:
         Raises:
             SelfTPTError: A label is not one of the class names, or the numbers of images and labels differ.
         """
+        if isinstance(images, str | os.PathLike):
+            raise SelfTPTError(f"images must be a list of images, not the path {os.fspath(images)}: use Source.read")
         return cls(*_indexed(labels, names, tuple(images)))
 
     @classmethod
@@ -253,7 +270,9 @@ class Source:
         return cls.from_images(images, labels, known)
 
     @classmethod
-    def from_features(cls, features: Tensor, labels: Sequence[str | int], names: Sequence[str] | None = None) -> Source:
+    def from_features(
+        cls, features: Tensor | NDArray[Any], labels: Sequence[str | int], names: Sequence[str] | None = None
+    ) -> Source:
         """Make a source from L2-normalised image features.
 
         Args:
@@ -269,8 +288,15 @@ class Source:
             SelfTPTError: The features have another shape, a label is not one of the class names, or the numbers of
                 features and labels differ.
         """
-        crops = features[:, None] if getattr(features, "ndim", None) == 2 else features
-        return cls(*_indexed(labels, names, ()), crops)
+        import numpy as np
+        import torch
+
+        tensor = torch.as_tensor(features) if isinstance(features, np.ndarray) else features
+        crops = tensor[:, None] if getattr(tensor, "ndim", None) == 2 else tensor
+        source = cls(*_indexed(labels, names, ()), crops)
+        if not torch.allclose(crops.norm(dim=-1), torch.ones(()).to(crops), atol=1e-2):
+            raise SelfTPTError("features must be L2-normalised: use torch.nn.functional.normalize(features, dim=-1)")
+        return source
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -357,7 +383,9 @@ def _indexed(
     labels: Sequence[str | int], names: Sequence[str] | None, images: tuple[ImageInput, ...]
 ) -> tuple[tuple[str, ...], tuple[ImageInput, ...], tuple[int, ...]]:
     """Return class names, images, and the labels as indices of the names."""
-    known = check_names(sorted({label for label in labels if isinstance(label, str)}) if names is None else names)
+    if names is None and not all(isinstance(label, str) for label in labels):
+        raise SelfTPTError("labels that are numbers need the class names: pass names=[...]")
+    known = check_names(sorted({*labels}) if names is None else names)
     index_of = {name: i for i, name in enumerate(known)}
     indices = []
     for i, label in enumerate(labels):
@@ -412,14 +440,14 @@ def find_images(places: Iterable[str | os.PathLike[str]], listing: TextIO | None
         if os.path.isdir(text):
             found = images_in(path)
             if not found:
-                raise SelfTPTError(f"the folder {path} has no image")
+                raise SelfTPTError(f"{path}: the folder has no image")
             yield from found
         elif os.path.exists(text):
             yield path
         elif glob.has_magic(text):
             matches = sorted(match for match in map(Path, glob.glob(text, recursive=True)) if not match.is_dir())
             if not matches:
-                raise SelfTPTError(f"no file matches {text}")
+                raise SelfTPTError(f"{text}: no file matches this pattern")
             yield from matches
         else:
             raise SelfTPTError(f"{text} does not exist")

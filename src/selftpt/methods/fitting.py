@@ -13,6 +13,7 @@ from selftpt.config import ContrastConfig
 from selftpt.data.cache import Cache
 from selftpt.data.decoding import ImageError, warn_of
 from selftpt.data.sources import Source, SourceLike
+from selftpt.errors import check_type
 from selftpt.methods.method import FitContext, FittedMethod
 from selftpt.methods.selection import configure, find_method
 from selftpt.models import Model
@@ -59,6 +60,9 @@ def fit(
         >>> predictor.predict(np.zeros((32, 32, 3), np.uint8)).name
         'night sky'
     """
+    check_type(method, str, "method", "the arguments are fit(method, model, source)")
+    check_type(model, Model, "model")
+    check_type(settings or {}, Mapping, "settings", 'give a dictionary such as {"learn.lr": 0.01}')
     chosen = find_method(method)
     config = configure(chosen, settings or {})
     context = FitContext(

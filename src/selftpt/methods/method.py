@@ -236,7 +236,7 @@ def always(_config: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Method:
     """A method: its configuration and its functions. Its summary and reference are in `METHODS.info[name]`.
 
@@ -281,6 +281,9 @@ class Method:
     uses_seed: bool = False
     uses_protocol_epochs: Callable[[Any], bool] = never
     extra_cost: Callable[[Any], str] = no_extra_cost
+
+    def __repr__(self) -> str:
+        return f"Method({self.name})"
 
     @property
     def needs_labels(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -43,8 +44,14 @@ class SelfTptVConfig(SelfTptConfig):
 PROMPT_TENSORS = {"context": "M d", "w1": "E D", "b1": "E", "w2": "F E", "b2": "F"}
 
 
-def learn_config(context: FitContext, config: SelfTptConfig) -> LearnConfig:
+def learn_config(_context: FitContext, config: Any) -> LearnConfig:
     """Return the configuration of stage 1."""
+    learn: LearnConfig = config.learn
+    return learn
+
+
+def templated_learn_config(context: FitContext, config: SelfTptConfig) -> LearnConfig:
+    """Return the configuration of stage 1, with the template of the dataset if `own_template` is set."""
     if not config.own_template:
         return config.learn
     words = context.template.partition("{}")[0].strip()
@@ -92,7 +99,7 @@ SELF_TPT = Method(
     SelfTptConfig(),
     classify,
     train,
-    learn_config,
+    templated_learn_config,
     tensors=PROMPT_TENSORS,
     uses_protocol_epochs=always,
 )
@@ -101,7 +108,7 @@ SELF_TPT_V = Method(
     SelfTptVConfig(),
     classify_views,
     train,
-    learn_config,
+    templated_learn_config,
     views=views,
     inputs="views",
     tensors=PROMPT_TENSORS,

@@ -19,7 +19,7 @@ from huggingface_hub import errors as hub
 from open_clip.pretrained import download_pretrained_from_hf
 
 from selftpt.config import Precision
-from selftpt.errors import SelfTPTError, SelfTPTWarning
+from selftpt.errors import SelfTPTError, SelfTPTWarning, check_type
 from selftpt.models.building import (
     build_model,
     build_tokenizer,
@@ -120,11 +120,12 @@ def load_model(
     Raises:
         SelfTPTError: The model cannot be loaded; the message says why and what to do.
     """
+    check_type(name, str, "the name of a model")
     if precision not in PRECISIONS:
         raise SelfTPTError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
     device = device or best_device()
     check_device(device)
-    source = _find(name, pretrained)
+    source = find_source(name, pretrained)
     try:
         # Autograd rejects inference tensors, and random weights must not depend on the default device.
         with torch.inference_mode(False), torch.device("cpu"):
@@ -179,8 +180,16 @@ def _quoted(text: str) -> str:
     return text if text.isprintable() and not set(text) & set("'\"\\$`;|&<>") else repr(text)
 
 
-def _find(name: str, pretrained: str | None) -> _Source:
-    """Find a model by name. Names that open_clip knows have precedence over folders and files of the same name."""
+def find_source(name: str, pretrained: str | None) -> _Source:
+    """Find a model by name. Names that open_clip knows have precedence over folders and files of the same name.
+
+    Args:
+        name: As in `load_model`.
+        pretrained: As in `load_model`.
+
+    Raises:
+        SelfTPTError: There is no such model, or its weights do not exist.
+    """
     if name == EMBEDDED:
         if pretrained not in (None, RANDOM):
             raise SelfTPTError(f"{EMBEDDED} has its own weights: choose the model of the weights {pretrained!r}")

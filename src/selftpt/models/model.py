@@ -202,7 +202,9 @@ def check_device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SelfTPTError(f"the device {str(device)!r} cannot be used here: choose cpu, cuda or mps") from error
+        available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        usable = " or ".join(["cpu", *(name for name, found in available.items() if found)])
+        raise SelfTPTError(f"the device {str(device)!r} cannot be used here: choose {usable}") from error
 
 
 def _to(prompts: LayerPrompts | None, device: torch.device) -> LayerPrompts | None:
