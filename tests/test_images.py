@@ -683,7 +683,7 @@ def test_folders_without_labelled_images_are_refused(tmp_path: Path) -> None:
     fails(tmp_path / "none", "does not exist")
     fails(tmp_path / "one" / "stray.jpg", "is neither a folder nor a CSV file")
     fails(empty, "at least two; folders in it: 0")
-    fails(tmp_path / "one", "at least two; it has 1")
+    fails(tmp_path / "one", "at least two; folders in it: 1")
     fails(tmp_path / "hole", r"hole/dog has no image")
     fails(tmp_path / ("x" * 300), "cannot read the folder|does not exist")
 

@@ -107,6 +107,7 @@ def test_published_weights_are_downloaded_and_get_their_activation(
         requested.append(cfg)
         return str(tmp_path / "w.safetensors")
 
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda _url: None)
     monkeypatch.setattr(open_clip, "download_pretrained", download)
     monkeypatch.chdir(tmp_path)
     (tmp_path / tag).write_text("no weights")
@@ -129,6 +130,7 @@ def test_hub_repository_equals_a_folder_with_its_files(tmp_path: Path, monkeypat
         requested.append((repository, filename))
         return str(folder / (filename or "open_clip_model.safetensors"))
 
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda _url: None)
     monkeypatch.setattr(loading, "download_pretrained_from_hf", download)
     model = load_model("hf-hub:org/repo", device="cpu")
     assert requested == [("org/repo", "open_clip_config.json"), ("org/repo", None)]
@@ -253,12 +255,36 @@ def test_loading_error_names_its_cause_in_one_line(
     def download(*_: object, **__: object) -> str:
         raise _raised_from(FileNotFoundError("wrapped"), error) if wrapped else error
 
+    monkeypatch.setattr(loading, "get_hf_file_metadata", lambda _url: None)
     monkeypatch.setattr(loading, "download_pretrained_from_hf", download)
     with pytest.raises(SelfTPTError, match=message) as caught:
         load_model("hf-hub:org/repo", device="cpu")
     assert "\n" not in str(caught.value)
     if "connection" not in message:
         assert "connection" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [("hf-hub:org/repo",), ("ViT-B-32", "openai")])
+def test_unreachable_hub_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Without the retries of huggingface_hub; a file in the cache is used."""
+
+    def unreachable(_url: str) -> None:
+        raise ConnectionError("no route")
+
+    def download(*_: object, **__: object) -> str:
+        raise AssertionError("it must not be called")
+
+    monkeypatch.setattr(loading, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(loading, "download_pretrained_from_hf", download)
+    monkeypatch.setattr(open_clip, "download_pretrained", download)
+    with pytest.raises(SelfTPTError, match="could not be downloaded: check the connection"):
+        load_model(*arguments, device="cpu")
+    if arguments[0].startswith("hf-hub:"):
+        folder = make_model(tmp_path / "a")
+        monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _repository, name: str(folder / name))
+        assert load_model(*arguments, device="cpu").id.digest == load_model(str(folder), device="cpu").id.digest
 
 
 def test_insufficient_memory_is_an_error_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import urllib.error
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import open_clip
 import torch
 from huggingface_hub import errors as hub
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from open_clip.pretrained import download_pretrained_from_hf
 
 from selftpt.config import Precision
@@ -35,6 +36,7 @@ EMBEDDED = "selftpt-tiny"  # included in the package; see docs/embedded-model.md
 EMBEDDED_FILES = Path(__file__).parents[1] / "embedded"
 HUB, FOLDER = "hf-hub:", "local-dir:"
 CONFIG_FILE = "open_clip_config.json"
+WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ class _Source:
             known = {"quick_gelu": quick_gelu, **open_clip.get_model_config(self.known_name)}
             return known, self.published or self.preprocess
         if self.repository:
-            file = Path(download_pretrained_from_hf(self.repository, filename=CONFIG_FILE))
+            repository = self.repository
+            file = _hub_file(
+                repository, [CONFIG_FILE], lambda: download_pretrained_from_hf(repository, filename=CONFIG_FILE)
+            )
         else:
             assert self.folder is not None
             file = self.folder / CONFIG_FILE
@@ -80,9 +85,35 @@ class _Source:
             return self.checkpoint
         if self.folder:
             return find_checkpoint(self.folder)
-        if self.repository:
-            return Path(download_pretrained_from_hf(self.repository))
-        return Path(open_clip.download_pretrained(self.published))
+        if repository := self.repository:
+            return _hub_file(repository, WEIGHT_FILES, lambda: download_pretrained_from_hf(repository))
+        repository, _, name = str(self.published.get("hf_hub") or "").rpartition("/")
+        if not repository:
+            return Path(open_clip.download_pretrained(self.published))
+        names = [name] if name else WEIGHT_FILES
+        return _hub_file(repository, names, lambda: open_clip.download_pretrained(self.published))
+
+
+def _hub_file(repository: str, names: Sequence[str], download: Callable[[], str]) -> Path:
+    """Return a file of the Hugging Face hub, downloaded if necessary.
+
+    If the hub cannot be reached, the file in the cache is used, or the error is raised at once: huggingface_hub would
+    retry for half a minute and log every attempt.
+
+    Args:
+        repository: The repository, `ORG/REPO`.
+        names: The names that the file may have.
+        download: Downloads the file and returns its path.
+    """
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, names[0]))
+    except Exception as error:
+        if _network(error) and not isinstance(error, hub.HfHubHTTPError):
+            cached = (try_to_load_from_cache(repository, name) for name in names)
+            if found := next((path for path in cached if isinstance(path, str)), None):
+                return Path(found)
+            raise
+    return Path(download())
 
 
 def list_models() -> dict[str, list[str]]:
