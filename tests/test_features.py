@@ -271,6 +271,22 @@ def test_damaged_shard_is_set_aside_and_computed_again(
     assert opened == []
 
 
+def test_shard_that_was_written_again_is_used_by_the_same_provider(
+    paths: list[Path], cache: Path, opened: list[Path]
+) -> None:
+    first = features(paths)
+    damaged = shards(cache)[1]
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    same = provider()
+    with pytest.warns(SelfTPTWarning, match="set aside"):
+        assert torch.equal(same(paths), first)
+    opened.clear()
+    assert torch.equal(same(paths), first)
+    assert opened == []
+
+
 def test_changed_image_is_encoded_again(paths: list[Path], opened: list[Path]) -> None:
     """A change is detected by file size or modification time."""
     first = features(paths)

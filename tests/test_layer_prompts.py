@@ -134,7 +134,7 @@ def test_unsupported_image_prompts_raise() -> None:
         with pytest.raises(SelfTPTError, match="must have the shape"):
             tiny.model.image(pixels, LayerPrompts(torch.zeros(shape, dtype=torch.float64)))
     other = small("resnet").model.image
-    with pytest.raises(SelfTPTError, match="does not support prompts per layer"):
+    with pytest.raises(SelfTPTError, match="does not support prompts, tuned LayerNorms, a mask or an observer"):
         other(torch.zeros(1, 3, 64, 64), LayerPrompts(torch.zeros(1, 1, 8)))
     coca, pixels, width, _ = image_of("coca")
     with pytest.raises(SelfTPTError, match="attentional pooling"):

@@ -337,6 +337,9 @@ def test_base_to_new_metrics_and_blocks() -> None:
         "ece": [5, 5, 5],
         "base-top5": [90, 90, 90],
     }
+    # Different seeds on the datasets do not change how harmonic means are averaged.
+    runs[1] = base_to_new("self-tpt", "dtd", 40.0, 20.0, seed=2)
+    assert row(make_table(runs, "base-to-new", "harmonic"), "self-tpt").cells["average"].mean == means["harmonic"][-1]
     table = make_table(runs, "base-to-new")
     assert table.title == "base-to-new: top-1 accuracy (%)"
     assert table.marks == {}  # both halves together have the paper's number of images

@@ -206,7 +206,7 @@ class TrainConfig(Config):
     )
     batch: int = setting(4, "images per step", above=0)
     lr: float = setting(0.002, "learning rate", above=0)
-    warmup_lr: float = setting(1e-5, "learning rate of the first epoch", above=0)
+    warmup_lr: float = setting(1e-5, "learning rate of the warm-up, which is the first epoch", above=0)
     momentum: float = setting(0.9, "momentum of SGD", minimum=0, below=1)
     weight_decay: float = setting(5e-4, "weight decay of SGD", minimum=0)
     chunk: int | None = setting(256, "classes encoded at once; none encodes all at once", above=0)

@@ -139,7 +139,7 @@ def contrast_step(task: Task, prompt: Tensor, head: Head) -> tuple[float, Tensor
 def joint_step(
     task: Task, prompt: Tensor, head: Head, batch: Batch, average: Tensor | None, config: LearnConfig
 ) -> Step:
-    """Compute the sum of the three losses of stage 1 and its gradient w.r.t. prompt and head (Algorithm 1).
+    """Compute the three losses of stage 1, and the gradient of their weighted sum w.r.t. prompt and head (Algorithm 1).
 
     The moving average is a constant target: gradient matching is differentiated only through the gradient of CPT.
 
@@ -248,9 +248,11 @@ def _guard(
 ) -> tuple[float, float]:
     """Return the factors of the gradients of CPT and gradient matching: their weights, changed by the guard.
 
-    `limit` scales gradient matching down so that its weighted gradient is at most `guard_ratio` times the sum of the
-    other two. `normalize` scales CPT and gradient matching to the norm of the cross-entropy gradient. `gate` leaves
-    gradient matching out while the gradient of CPT is shorter than `guard_ratio` times the moving average.
+    `floor` is part of the loss and changes nothing here. `limit` scales the gradient of gradient matching down so that
+    its norm is at most `guard_ratio` times the norm of the sum of the other two weighted gradients. `normalize` scales
+    the gradients of CPT and gradient matching to the norm of the cross-entropy gradient, before they are weighted.
+    `gate` leaves gradient matching out while the norm of the CPT gradient is below `guard_ratio` times that of the
+    moving average.
     """
     cpt, gm = config.cpt, config.gm
     if config.guard == "normalize":

@@ -201,8 +201,8 @@ class LearnedFiles:
     ) -> Result:
         """Read what an earlier run learned, or learn it now.
 
-        A damaged file is renamed, and its content is learned again. If another process is learning the same, this one
-        waits for it.
+        A damaged file is renamed, and its content is learned again. If another process is learning the same
+        parameters, this one waits for it.
 
         Args:
             name: The name of the file.
@@ -301,14 +301,16 @@ class FeatureCache:
         }
         shard = self.folder / f"{digest(list(features))}.safetensors"
         if self.cache.write(shard, "features", {"features": torch.stack(list(features.values()))}, header):
-            self._rows.update((fingerprint, (shard, row)) for row, fingerprint in enumerate(features))
+            with self._lock:
+                self._shards.pop(shard, None)  # an earlier shard of the same images was damaged or evicted
+                self._rows.update((fingerprint, (shard, row)) for row, fingerprint in enumerate(features))
 
     def _read(self, shard: Path) -> Tensor | None:
         try:
             header, tensors = read_tensors(shard, "features", SCHEMA, mapped=True)
             features = tensors["features"]
             if tuple(features.shape) != (len(_images(header)), self.spec.views, self.model.dimension):
-                raise SelfTPTError(f"{shard} does not hold the features of its images")
+                raise SelfTPTError(f"{shard} does not contain the features of its images")
         except SelfTPTError as error:
             self._discard(shard, error)
             return None

@@ -83,7 +83,7 @@ class Bench:
         self._providers: dict[tuple[ViewSpec, ...], FeatureProvider] = {}
 
     def facts(self, run: Run) -> Record:
-        """What the record of a run says before the run, except its key."""
+        """Return the part of the record of a run that is known before the run, without its key."""
         plan = self.plan
         data, source = plan.dataset(run.dataset), plan.source_of(run)
         settings = dataclasses.asdict(plan.settings(run))
@@ -107,7 +107,7 @@ class Bench:
         return facts
 
     def last_seconds(self, run: Run) -> float | None:
-        """How long the last recorded run took that differs in nothing but its seed; None if there is none."""
+        """Return how many seconds the latest recorded run took that differs only in its seed; None if there is none."""
         return self.recorded.last_seconds({**self.facts(run), "data": {"limit": self.plan.config.limit}})
 
     def key(self, run: Run) -> str:
@@ -125,8 +125,8 @@ class Bench:
     ) -> Iterator[tuple[Run, Record | SelfTPTError | None]]:
         """Do each run once, also if other processes work on the same folder.
 
-        Runs that another process has claimed come last: this process waits for them, and does those whose process
-        ended without a record.
+        Runs that another process has claimed come last: this process waits for them, and does those that the other
+        process did not complete.
 
         Args:
             runs: The runs.
@@ -161,7 +161,7 @@ class Bench:
         """Do one run: learn, adapt, predict, and compute the metrics.
 
         Returns:
-            The record, which is added to the folder; the one that is already there if another process was faster.
+            The record that was added to the folder, or the existing one if another process recorded the run first.
         """
         facts, data = self.facts(run), self.plan.dataset(run.dataset)
         reset_peak(self.model.device)
@@ -196,7 +196,11 @@ class Bench:
         )
 
     def _fit(self, run: Run, clock: Clock) -> tuple[FittedMethod, int]:
-        """The fitted method and the number of images it could not use; kept for the next run, on another dataset."""
+        """Fit the method, or reuse the fit of the previous run if method, seed and source are the same.
+
+        Returns:
+            The fitted method, and the number of training images that could not be used.
+        """
         method, settings, source = METHODS[run.method], self.plan.settings(run), self.plan.source_of(run)
         if self.prompt:
             return fit_prompt(method, self.model, self.prompt.prompt, settings), 0
@@ -215,7 +219,7 @@ class Bench:
         return self._fitted[1:]
 
     def _evaluate(self, predictor: Predictor, test: Source, clock: Clock) -> dict[str, float | int]:
-        """Metrics of the predictions for test images, without those that cannot be read."""
+        """Compute the metrics on the test images that can be read."""
         specs = tuple(predictor.fitted.method.views(predictor.fitted.config))
         if specs not in self._providers:
             provider = FeatureProvider(self.model, specs, self.cache, fixed_batch=True, on_error=self._report)

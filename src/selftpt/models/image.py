@@ -130,7 +130,8 @@ class ImageTower(nn.Module):
         if not self.runs_blocks:
             if not (prompts is None and norms is None and mask is None and observer is None):
                 raise SelfTPTError(
-                    "this image tower does not support prompts per layer: choose a model with a ViT of open_clip"
+                    "this image tower does not support prompts, tuned LayerNorms, a mask or an observer: choose a "
+                    "model with an open_clip ViT"
                 )
             features = self.visual(pixels.contiguous(memory_format=self.layout))
             pooled: Tensor = features[0] if isinstance(features, tuple) else features  # some towers also return tokens

@@ -18,7 +18,7 @@ SOURCE_FACTS = ("shots", "share", "classes")
 
 
 def value(record: Record, path: Sequence[str]) -> float | None:
-    """A number of a record's results; None if it has no such number."""
+    """Return a number from the results of a record, or None if it has no such number."""
     found: Any = record["results"]
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
@@ -26,7 +26,7 @@ def value(record: Record, path: Sequence[str]) -> float | None:
 
 
 def source_of(record: Record) -> str | None:
-    """The dataset that a run learned from.
+    """Return the dataset that a run learned from.
 
     None if it learned from nothing, or from the base classes of the dataset that it was tested on.
     """
@@ -36,17 +36,17 @@ def source_of(record: Record) -> str | None:
 
 
 def image_count(record: Record) -> int:
-    """The number of test images of a run."""
+    """Count the test images of a run."""
     return sum(part.get("images") or 0 for part in record["results"].values() if isinstance(part, dict))
 
 
 def model_title(model: Mapping[str, Any]) -> str:
-    """The name of a model and of its weights."""
+    """Return the name of a model and of its weights."""
     return f"{model['name']} {model['pretrained']}" if model.get("pretrained") else str(model["name"])
 
 
 def split_rows(method: str, records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """The rows of one method: their names and records.
+    """Group the records of one method into rows, each with its name.
 
     Runs with different models, sources or given prompts never share a row, nor do those with different values of a
     setting on one dataset. A setting with one value on each dataset does not split a row.
@@ -78,13 +78,13 @@ def split_rows(method: str, records: Sequence[Record]) -> list[tuple[str, list[R
 
 
 def _unique_title(titles: Mapping[str, str], digest: str) -> str:
-    """The title of a digest, with the start of the digest if another one has the same title."""
+    """Return the title of a digest, with the start of the digest if another one has the same title."""
     title = titles[digest]
     return f"{title} {digest[:8]}" if list(titles.values()).count(title) > 1 else title
 
 
 def _facts(record: Record) -> dict[str, str]:
-    """What may differ between runs of one method, model and source on one dataset: settings, data, versions."""
+    """Collect what may differ between runs of one method, model and source on one dataset: settings, data, versions."""
     source, data = record.get("source") or {}, record["data"]
     facts = flat_settings(
         {
@@ -101,7 +101,7 @@ def _facts(record: Record) -> dict[str, str]:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as text by dotted name, without seeds, which a record has as a key of its own."""
+    """Flatten nested settings to text by dotted name, without seeds, which are another key of a record."""
     flat: dict[str, str] = {}
     for key, setting in settings.items():
         if isinstance(setting, dict):
@@ -112,22 +112,22 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, st
 
 
 def varied_keys(settings: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Names of settings that have several values in one place, given pairs of a place and its settings."""
+    """Return the names of the settings that have several values on one dataset, from pairs of dataset and settings."""
     pairs = list(settings)
     values: dict[tuple[str, str], set[str]] = {}
     for key in sorted({key for _, flat in pairs for key in flat}):
-        for place, flat in pairs:
-            values.setdefault((key, place), set()).add(flat.get(key, UNSET))
+        for dataset, flat in pairs:
+            values.setdefault((key, dataset), set()).add(flat.get(key, UNSET))
     return list(dict.fromkeys(key for (key, _), found in values.items() if len(found) > 1))
 
 
 def latest_records(records: Iterable[Record]) -> list[Record]:
-    """The last of the records of each dataset and seed."""
+    """Keep the latest record of each dataset and seed."""
     return list({(record["dataset"], record.get("seed")): record for record in records}.values())
 
 
 def make_row(name: str, records: Sequence[Record], metric: Metric) -> Row:
-    """A row without its average; `records` has one of each dataset and seed."""
+    """Make a row without its average; `records` has one record per dataset and seed."""
     by_dataset: dict[str, list[Record]] = {}
     for record in records:
         by_dataset.setdefault(record["dataset"], []).append(record)
@@ -145,7 +145,7 @@ def make_row(name: str, records: Sequence[Record], metric: Metric) -> Row:
 
 
 def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], metric: Metric) -> Row:
-    """A row of our runs with its average over those of the columns that it has."""
+    """Add to a row of our runs its average over those of `columns` for which it has a cell."""
     averaged = tuple(dataset for dataset in columns if dataset in row.cells)
     row = replace(row, averaged=averaged, complete=len(averaged) == len(columns))
     if not averaged:
@@ -158,12 +158,17 @@ def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], me
     if all(len(runs) == len(averaged) for runs in by_seed.values()):
         cell = _cell({seed: _mean(runs, metric.path) for seed, runs in by_seed.items()}, images)
     else:  # datasets have different seeds
-        cell = Cell(statistics.fmean(row.cells[dataset].mean for dataset in averaged), images=images)
+        by_dataset: dict[str, list[Record]] = {}
+        for record in records:
+            by_dataset.setdefault(record["dataset"], []).append(record)
+        cell = Cell(_mean_of([by_dataset[dataset] for dataset in averaged], metric.path), images=images)
     return replace(row, cells={**row.cells, AVERAGE: cell})
 
 
 def cut_paper_row(row: Row, datasets: Sequence[str], columns: Sequence[str]) -> Row:
-    """A row of the paper in the columns shown: with its own average if these are its own, else with their mean.
+    """Restrict a row of the paper to the columns shown.
+
+    The paper's average is kept if all its columns are shown. Otherwise it is the mean of the columns shown.
 
     Args:
         row: The row with all columns of the paper.
@@ -210,10 +215,18 @@ def _number(record: Record, path: Sequence[str]) -> float:
 
 
 def _mean(records: Sequence[Record], path: Sequence[str]) -> float:
-    """The mean over datasets; of harmonic means, that of the mean accuracies, as is usual in the field."""
+    """Return the mean over the records of one seed, one per dataset."""
+    return _mean_of([[record] for record in records], path)
+
+
+def _mean_of(groups: Sequence[Sequence[Record]], path: Sequence[str]) -> float:
+    """Return the mean over datasets of the mean over the records of each.
+
+    For `harmonic`, return the harmonic mean of the mean base and the mean new accuracy, as is usual in the field.
+    """
     if path == ("harmonic",):
-        return harmonic_mean(_mean(records, ("base", "top1")), _mean(records, ("new", "top1")))
-    return statistics.fmean(_number(record, path) for record in records)
+        return harmonic_mean(_mean_of(groups, ("base", "top1")), _mean_of(groups, ("new", "top1")))
+    return statistics.fmean(statistics.fmean(_number(record, path) for record in records) for records in groups)
 
 
 def _cell(by_seed: Mapping[int | None, float], images: int) -> Cell:
