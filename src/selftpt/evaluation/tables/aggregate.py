@@ -128,16 +128,13 @@ def latest_records(records: Iterable[Record]) -> list[Record]:
 
 def make_row(name: str, records: Sequence[Record], metric: Metric) -> Row:
     """Make a row without its average; `records` has one record per dataset and seed."""
-    by_dataset: dict[str, list[Record]] = {}
-    for record in records:
-        by_dataset.setdefault(record["dataset"], []).append(record)
     return Row(
         name=name,
         method=records[0]["method"],
         paper=False,
         cells={
             dataset: _cell({record.get("seed"): _number(record, metric.path) for record in runs}, image_count(runs[-1]))
-            for dataset, runs in by_dataset.items()
+            for dataset, runs in _by_dataset(records).items()
         },
         source=source_of(records[0]),
         random_init=any(record.get("random_init") for record in records),
@@ -158,9 +155,7 @@ def with_average(row: Row, columns: Sequence[str], records: Sequence[Record], me
     if all(len(runs) == len(averaged) for runs in by_seed.values()):
         cell = _cell({seed: _mean(runs, metric.path) for seed, runs in by_seed.items()}, images)
     else:  # datasets have different seeds
-        by_dataset: dict[str, list[Record]] = {}
-        for record in records:
-            by_dataset.setdefault(record["dataset"], []).append(record)
+        by_dataset = _by_dataset(records)
         cell = Cell(_mean_of([by_dataset[dataset] for dataset in averaged], metric.path), images=images)
     return replace(row, cells={**row.cells, AVERAGE: cell})
 
@@ -206,6 +201,13 @@ def mark_best(rows: Sequence[Row], metric: Metric) -> list[Row]:
             if len(group) > 1 and mean == top:
                 best.setdefault(id(row), set()).add(column)
     return [replace(row, best=frozenset(best.get(id(row), ()))) for row in rows]
+
+
+def _by_dataset(records: Sequence[Record]) -> dict[str, list[Record]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["dataset"], []).append(record)
+    return groups
 
 
 def _number(record: Record, path: Sequence[str]) -> float:
