@@ -115,7 +115,7 @@ def normalised_entropy(probabilities: Sequence[float]) -> float:
 
 
 def is_unsure(entropies: Sequence[float]) -> bool:
-    """Whether there are enough images to judge, and their mean normalised entropy is high."""
+    """Return whether there are enough images to judge, and their mean normalised entropy is high."""
     return len(entropies) >= ENOUGH_IMAGES and sum(entropies) / len(entropies) > UNSURE
 
 

@@ -146,7 +146,7 @@ class ImageError(SelfTPTError):
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value is a tensor, without importing torch."""
+    """Return whether a value is a tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 

@@ -416,7 +416,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def is_place(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder or a glob pattern, which `find_images` expands, rather than one image."""
+    """Return whether a path is a folder or a glob pattern, which `find_images` expands, rather than one image."""
     return os.path.isdir(path) or (glob.has_magic(os.fspath(path)) and not os.path.exists(path))
 
 

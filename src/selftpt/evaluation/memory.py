@@ -21,7 +21,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_megabytes(device: torch.device) -> float:
-    """The peak since `reset_peak`, in MB."""
+    """Return the peak since `reset_peak`, in MB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     with contextlib.suppress(OSError):

@@ -57,14 +57,14 @@ class Protocol:
         return next(iter(self.metrics))
 
     def template(self, dataset: str) -> str | None:
-        """The template for zero-shot on a dataset; None for a dataset that is not the paper's and has its own."""
+        """Return the template for zero-shot on a dataset; None for a dataset that is not one of the paper's."""
         if not self.uses_dataset_template:
             return ContrastConfig.template
         return DATASETS[dataset].template if dataset in DATASETS else None
 
 
 def _metrics(part: str, where: str, top1: str, prefix: str = "") -> dict[str, Metric]:
-    """The metrics of one part of the results."""
+    """Return the metrics of one part of the results."""
     ece = f"expected calibration error (%, lower is better) on {where}"
     return {
         top1: Metric(f"top-1 accuracy (%) on {where}", where, (part, "top1")),

@@ -70,7 +70,7 @@ FIELDS: dict[str, str] = {
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """A record as one line of JSON with the digest of its content.
+    """Convert a record to one line of JSON with the digest of its content.
 
     Raises:
         ValueError: If `from_line` would refuse the line.
@@ -82,7 +82,7 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def from_line(line: bytes) -> Record:
-    """The record of a line, with the keys of today.
+    """Parse a line to a record with the present keys.
 
     A record without a digest, as earlier versions wrote it, is accepted if it has what tables and benchmarks use.
 
@@ -124,7 +124,7 @@ def _check_text(value: Any) -> None:
 
 
 def _with_new_keys(record: Record) -> Record:
-    """The record with the keys that earlier versions called otherwise; settings stay as they were."""
+    """Rename the keys of a record that earlier versions called otherwise; settings are not changed."""
 
     def renamed(value: Any) -> Any:
         return {RENAMED.get(key, key): inner for key, inner in value.items()} if isinstance(value, dict) else value

@@ -40,7 +40,7 @@ class Runs:
             warnings.warn(text, SelfTPTWarning, stacklevel=2)
 
     def done(self) -> set[str]:
-        """The keys of all recorded runs."""
+        """Return the keys of all recorded runs."""
         self._refresh()
         return {record["key"] for record in self.records if record.get("key")}
 
@@ -79,7 +79,7 @@ class Runs:
         return self._parsed[line.encode()]
 
     def last_seconds(self, facts: Mapping[str, Any]) -> float | None:
-        """How long the latest run took whose record differs from `facts` by its seed at most; None without one."""
+        """Return the seconds of the latest run whose record differs from `facts` at most by its seed, or None."""
         wanted = _without_seed(facts)
         for record in reversed(self.records):
             if record.get("seconds") and _without_seed(record) == wanted:
@@ -109,7 +109,7 @@ class Runs:
 
 
 def _without_seed(record: Mapping[str, Any]) -> str:
-    """What decides how long a run takes, as JSON: in memory it has tuples where a file has lists."""
+    """Return, as JSON, what decides how long a run takes. (As Python objects, tuples and lists would differ.)"""
     source, data = record.get("source") or {}, record.get("data") or {}
     facts = {key: record.get(key) for key in ("protocol", "method", "dataset", "model", "precision", "device")}
     facts["settings"] = _seedless(record.get("settings"))
@@ -124,7 +124,7 @@ def _seedless(settings: Any) -> Any:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """The records of a folder.
+    """Read the records of a folder.
 
     Raises:
         SelfTPTError: If there is no such folder, it has no record, or a record is damaged.

@@ -97,7 +97,7 @@ def _rows(
     paper: PaperRows,
     methods: Collection[str],
 ) -> tuple[Row, ...]:
-    """The rows of one metric, those of the paper included, in the order of `METHODS`."""
+    """Return the rows of one metric, including the paper's, in the order of `METHODS`."""
     shown, order = protocol.metrics[metric], method_order()
     rows = _our_rows(records, protocol, shown, datasets)
     if paper != "none" and metric == protocol.paper_metric:
@@ -112,12 +112,12 @@ def _rows(
 
 
 def sources_of(records: Sequence[Record]) -> set[str]:
-    """The datasets that runs learned from."""
+    """Return the datasets that runs learned from."""
     return {source for source in map(source_of, records) if source}
 
 
 def default_source(records: Sequence[Record], protocol: Protocol) -> str | None:
-    """The source that the averages of rows without a source leave out: that of all other rows, or the protocol's."""
+    """Return the source that averages of rows without a source exclude: that of all other rows, or the protocol's."""
     sources = sources_of(records)
     return sources.pop() if len(sources) == 1 else protocol.source
 
@@ -141,7 +141,7 @@ def _our_rows(records: Sequence[Record], protocol: Protocol, metric: Metric, dat
 
 
 def _paper_rows(protocol: Protocol, datasets: Sequence[str], excluded: str | None) -> list[Row]:
-    """The paper's rows in the columns shown, without those that have none of them."""
+    """Return the paper's rows in the columns shown, without rows that have none of them."""
     columns = [dataset for dataset in datasets if dataset != excluded]
     cut = [cut_paper_row(row, datasets, columns) for row in paper_rows(protocol).values()]
     return [replace(row, notes=(*row.notes, *average_notes(row, columns))) for row in cut if row.cells]

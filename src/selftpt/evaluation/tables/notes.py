@@ -44,7 +44,7 @@ def paper_notes(records: Sequence[Record]) -> list[str]:
 
 
 def source_notes(row: Row, protocol_source: str | None, sources: Collection[str], excluded: str | None) -> list[str]:
-    """What a row learned from, unless it is the paper's source and that of all rows.
+    """Note what a row learned from, unless it is the paper's source and that of all rows.
 
     Args:
         row: The row.
@@ -63,12 +63,12 @@ def source_notes(row: Row, protocol_source: str | None, sources: Collection[str]
 
 
 def average_notes(row: Row, columns: Sequence[str]) -> list[str]:
-    """Whether a row lacks some of the columns that its average would be over."""
+    """Note if a row lacks some of the columns that its average would be over."""
     return [] if row.complete else [f"average over {len(row.averaged)} of {len(columns)} datasets"]
 
 
 def source_footer(columns: Collection[str], protocol_source: str | None, sources: Collection[str]) -> list[str]:
-    """A note on the one source of a table, if it is one of the columns; several sources have notes on their rows."""
+    """Note the only source of a table if it is one of the columns; several sources are noted on their rows."""
     if len(sources) == 1 and (source := next(iter(sources))) in columns:
         return [f"{column_title(source)} is the source and not in the average"]
     if not sources and protocol_source and protocol_source in columns:
@@ -77,7 +77,7 @@ def source_footer(columns: Collection[str], protocol_source: str | None, sources
 
 
 def marks_of(rows: Sequence[Row]) -> dict[str, str]:
-    """A mark for each note of the rows."""
+    """Assign a mark to each note of the rows."""
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     return {note: MARKS[i % len(MARKS)] * (i // len(MARKS) + 1) for i, note in enumerate(notes)}
 
@@ -91,7 +91,7 @@ def _has_paper_split(record: Record) -> bool:
 
 
 def _has_paper_shots(record: Record) -> bool:
-    """Whether a run learned from all images of a published few-shot list, or from none."""
+    """Return whether a run learned from all images of a published few-shot list, or from none."""
     source = record.get("source")
     if source is None:
         return True
@@ -108,7 +108,7 @@ def _has_protocol_template(record: Record) -> bool:
 
 
 def _count_note(record: Record) -> str | None:
-    """The number of test images, if it is not the paper's; the paper counts base and new classes together."""
+    """Note the number of test images if it is not the paper's, which counts base and new classes together."""
     data, dataset = record["data"], record["dataset"]
     images, in_paper = image_count(record), dataset_statistic("test").get(dataset)
     if not data.get("unreadable") and (images == in_paper or (in_paper is None and data.get("limit") is None)):

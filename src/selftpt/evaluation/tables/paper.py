@@ -21,25 +21,25 @@ SHOTS = 16
 
 @functools.cache
 def paper() -> dict[str, Any]:
-    """The content of paper.json."""
+    """Read paper.json."""
     content: dict[str, Any] = json.loads(Path(__file__).with_name("paper.json").read_text("utf-8"))
     return content
 
 
 def paper_table(label: str) -> dict[str, Any]:
-    """A table of the paper by its label."""
+    """Return a table of the paper by its label."""
     table: dict[str, Any] = next(table for table in paper()["tables"] if table["label"] == label)
     return table
 
 
 def dataset_statistic(column: str) -> dict[str, int]:
-    """A number that the paper gives for each dataset: "classes", "train", "validation" or "test"."""
+    """Return a number that the paper gives for each dataset: "classes", "train", "validation" or "test"."""
     table = paper_table("tab:dataset_stat")
     return {row["dataset"]: row["values"][table["columns"].index(column)] for row in table["rows"]}
 
 
 def paper_rows(protocol: Protocol) -> dict[str, Row]:
-    """The paper's rows by method, with the standard deviations of its table of error bars."""
+    """Return the paper's rows by method, with the standard deviations of its table of error bars."""
     table = paper_table(protocol.paper_table)
     std = {row["method"]: row["std"] for row in paper_table(protocol.paper_std_table)["rows"] if "std" in row}
     rows = {}
@@ -57,7 +57,7 @@ def paper_rows(protocol: Protocol) -> dict[str, Row]:
 
 @functools.cache
 def method_order() -> tuple[str, ...]:
-    """The order of rows: `METHODS`, and each method that only the paper has after its predecessor there."""
+    """Return the order of rows: `METHODS`, with each method that only the paper has after its predecessor there."""
     order = list(METHODS)
     for protocol in PROTOCOLS.values():
         place = 0

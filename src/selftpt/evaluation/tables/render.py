@@ -62,7 +62,7 @@ def _text(table: Table, width: int | None) -> str:
 
 
 def _panels(widths: Sequence[int], width: int | None) -> list[list[int]]:
-    """The columns, method and seeds first, in as many panels as the width requires."""
+    """Divide the columns, method and seeds first, into as many panels as the width requires."""
     panels = [[0, 1]]
     for column in range(2, len(widths)):
         if width and len(panels[-1]) > 2 and sum(widths[i] + 2 for i in (*panels[-1], column)) - 2 > width:
@@ -125,7 +125,7 @@ def _csv(table: Table) -> str:
 
 
 def _lines(table: Table, block: Block, best: str, escape: Callable[[str], str] = str) -> list[list[str]]:
-    """The cells of a block as text, its header first; `best` is the format of the best means."""
+    """Return the cells of a block as text, the header first; `best` is the format of the best means."""
     lines = [["method", "seeds", *(escape(_printable(column_title(column))) for column in table.columns)]]
     for row in block.rows:
         name = " ".join([_printable(row.name), *(table.marks[note] for note in row.notes)])
@@ -141,7 +141,7 @@ def _lines(table: Table, block: Block, best: str, escape: Callable[[str], str] =
 
 
 def _seeds(row: Row) -> str:
-    """The number of seeds of the row's cells: "3", or "1-3"; "-" for none."""
+    """Return the number of seeds of the row's cells: "3", or "1-3"; "-" for none."""
     counts = sorted({cell.seeds for column, cell in row.cells.items() if column != AVERAGE})
     return "-".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if any(counts) else "-"
 

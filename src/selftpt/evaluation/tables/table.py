@@ -99,7 +99,7 @@ class Table:
 
 
 def column_title(column: str) -> str:
-    """The heading of a column: a dataset's short title, or the name of a dataset that is not the paper's."""
+    """Return the heading of a column: a dataset's short title, or the name of a dataset that is not the paper's."""
     if column == AVERAGE:
         return "Average"
     return DATASETS[column].short_title if column in DATASETS else column
