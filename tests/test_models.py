@@ -287,6 +287,21 @@ def test_unreachable_hub_is_an_error_at_once(
         assert load_model(*arguments, device="cpu").id.digest == load_model(str(folder), device="cpu").id.digest
 
 
+def test_cached_safetensors_file_is_used_if_the_hub_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """open_clip caches it instead of a published file of the same name in another format."""
+
+    def unreachable(_url: str) -> None:
+        raise ConnectionError("no route")
+
+    cached = {("org/repo", "pytorch_model.safetensors"): str(tmp_path / "w.safetensors")}
+    monkeypatch.setattr(loading, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda *key: cached.get(key))
+    source = loading._Source(known_name="ViT-B-32", published={"hf_hub": "org/repo/pytorch_model.bin"})
+    assert source.weights() == tmp_path / "w.safetensors"
+
+
 def test_insufficient_memory_is_an_error_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

@@ -162,6 +162,8 @@ def test_features_must_be_normalized() -> None:
     assert Source.from_features(features, ["a", "b", "a"]).features.shape == (3, 1, 3)
     with pytest.raises(SelfTPTError, match="features must be L2-normalised"):
         Source.from_features(50 * features, ["a", "b", "a"])
+    with pytest.raises(SelfTPTError, match="features must be L2-normalised"):
+        Source.from_features(features.astype(int), ["a", "b", "a"])
 
 
 def test_arguments_in_the_place_of_lists_are_refused() -> None:

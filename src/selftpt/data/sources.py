@@ -285,8 +285,8 @@ class Source:
             The source, with features [N, crops, D] instead of images.
 
         Raises:
-            SelfTPTError: The features have another shape, a label is not one of the class names, or the numbers of
-                features and labels differ.
+            SelfTPTError: The features have another shape or are not L2-normalised, a label is not one of the class
+                names, or the numbers of features and labels differ.
         """
         import numpy as np
         import torch
@@ -294,7 +294,7 @@ class Source:
         tensor = torch.as_tensor(features) if isinstance(features, np.ndarray) else features
         crops = tensor[:, None] if getattr(tensor, "ndim", None) == 2 else tensor
         source = cls(*_indexed(labels, names, ()), crops)
-        if not torch.allclose(crops.norm(dim=-1), torch.ones(()).to(crops), atol=1e-2):
+        if not crops.is_floating_point() or not torch.allclose(crops.norm(dim=-1), torch.ones(()).to(crops), atol=1e-2):
             raise SelfTPTError("features must be L2-normalised: use torch.nn.functional.normalize(features, dim=-1)")
         return source
 

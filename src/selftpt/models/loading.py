@@ -90,7 +90,8 @@ class _Source:
         repository, _, name = str(self.published.get("hf_hub") or "").rpartition("/")
         if not repository:
             return Path(open_clip.download_pretrained(self.published))
-        names = [name] if name else WEIGHT_FILES
+        # open_clip prefers a safetensors file of the same name.
+        names = [str(Path(name).with_suffix(".safetensors")), name] if name else WEIGHT_FILES
         return _hub_file(repository, names, lambda: open_clip.download_pretrained(self.published))
 
 
@@ -106,7 +107,7 @@ def _hub_file(repository: str, names: Sequence[str], download: Callable[[], str]
         download: Downloads the file and returns its path.
     """
     try:
-        get_hf_file_metadata(hf_hub_url(repository, names[0]))
+        get_hf_file_metadata(hf_hub_url(repository, names[-1]))
     except Exception as error:
         if _network(error) and not isinstance(error, hub.HfHubHTTPError):
             cached = (try_to_load_from_cache(repository, name) for name in names)
